@@ -1,0 +1,59 @@
+"""Where kernels run: on a CUDA GPU, or in Triton's interpreter on the CPU.
+
+`@triton.jit` compiles or interprets as TRITON_INTERPRET says when a function is decorated, Triton's own library
+functions included. So this module, which every kernel module imports first, sets the variable where there is no
+GPU; where somebody (transformers, for one) has imported Triton before, its library is decorated anew.
+"""
+
+import importlib
+import os
+import sys
+
+import torch
+
+from megaflow.errors import BackendError
+
+if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
+    os.environ["TRITON_INTERPRET"] = "1"
+    for _module in ("triton.language.standard", "triton.language"):
+        if _module in sys.modules:
+            importlib.reload(sys.modules[_module])
+
+import triton
+import triton.language as tl
+
+jit = triton.jit
+
+
+def interpreted() -> bool:
+    """Whether kernels defined in this process run in Triton's interpreter (one worker, on the CPU)."""
+    return type(tl.sum).__name__ == "InterpretedFunction"
+
+
+def kernel_device(device: str | torch.device | None = None) -> torch.device:
+    """The device that kernels of this process run on; `device` must agree with it when it is given.
+
+    Raises:
+        BackendError: for a device that this process cannot launch kernels on.
+    """
+    if interpreted():
+        default = torch.device("cpu")
+    elif torch.cuda.is_available():
+        default = torch.device("cuda", torch.cuda.current_device())
+    else:
+        raise BackendError(
+            f"no CUDA device was found, and TRITON_INTERPRET is {os.environ.get('TRITON_INTERPRET')!r}; "
+            "unset it, or set it to 1, before Python starts"
+        )
+    if device is None:
+        return default
+    device = torch.device(device)
+    if device.type != default.type:
+        raise BackendError(
+            f"device {device} was asked for, but kernels in this process run on {default}; "
+            f"{'unset TRITON_INTERPRET' if interpreted() else 'set TRITON_INTERPRET=1'} before Python starts"
+        )
+    return default if device.index is None else device
+
+
+__all__ = ["interpreted", "jit", "kernel_device", "tl", "triton"]

@@ -1,0 +1,160 @@
+"""What the persistent kernel does with counters: wait, notify, and the ready queue of dynamic mode.
+
+Counters only grow: in step number `epoch` (from 1) an event is complete at need x epoch, compared modulo 2^32,
+so nothing is zeroed between steps. Thread 0 of a worker polls or adds; barriers around it order the other
+threads' accesses (release and acquire at GPU scope, PTX memory model).
+
+Every wait is bounded. A wait that runs out of time writes a report and sets the abort flag; from then on no
+wait waits, and the kernel runs to its end with results that nobody will read.
+"""
+
+from megaflow.backend import interpreted, jit, tl
+
+INTERPRETED = tl.constexpr(interpreted())
+
+# Words of the control block (int32); those that many workers touch have a 128-byte line of their own.
+CONTROL_WORDS = 256
+HEAD = tl.constexpr(0)  # tickets handed out (dynamic)
+TAIL = tl.constexpr(32)  # tasks pushed, initial tasks included (dynamic)
+STOP_STEP = tl.constexpr(64)  # the step count at which all sequences have finished, 0 before that
+CLOSED = tl.constexpr(65)  # dynamic: no more tasks will be pushed in this launch
+ABORT = tl.constexpr(96)  # the report: task + 1 (N + 1: none), worker, event (-1: the queue), seen, wanted
+REPORT_WORDS = 5
+EPOCH = tl.constexpr(128)  # steps completed before this launch
+LEFT = tl.constexpr(160)  # workers that have left this launch
+STEPS_DONE = tl.constexpr(192)  # steps of the latest launch
+
+# $1 event, $2 wanted, $3 abort flag, $4 timeout in ns, $5 task + 1, $6 event number
+_WAIT = tl.constexpr("""{
+.reg .pred p;
+.reg .u32 tid, old, cta;
+.reg .s32 seen, gap;
+.reg .u64 start, now;
+mov.u32 $0, 0;
+mov.u32 tid, %tid.x;
+setp.ne.u32 p, tid, 0;
+@p bra DONE;
+ld.acquire.gpu.global.s32 seen, [$1];
+sub.s32 gap, seen, $2;
+setp.ge.s32 p, gap, 0;
+@p bra DONE;
+mov.u64 start, %globaltimer;
+POLL:
+ld.acquire.gpu.global.s32 seen, [$1];
+ld.relaxed.gpu.global.u32 old, [$3];
+sub.s32 gap, seen, $2;
+setp.ge.s32 p, gap, 0;
+@p bra DONE;
+setp.ne.u32 p, old, 0;
+@p bra DONE;
+mov.u64 now, %globaltimer;
+sub.u64 now, now, start;
+setp.lt.u64 p, now, $4;
+@p bra POLL;
+atom.relaxed.gpu.global.cas.b32 old, [$3], 0, $5;
+setp.ne.u32 p, old, 0;
+@p bra DONE;
+mov.u32 cta, %ctaid.x;
+st.global.u32 [$3+4], cta;
+st.global.s32 [$3+8], $6;
+st.global.s32 [$3+12], seen;
+st.global.s32 [$3+16], $2;
+DONE:
+}""")
+
+_ADD = tl.constexpr("""{
+.reg .pred p;
+.reg .u32 tid;
+mov.u32 $0, 0;
+mov.u32 tid, %tid.x;
+setp.eq.u32 p, tid, 0;
+@p red.release.gpu.global.add.s32 [$1], $2;
+}""")
+
+
+@jit
+def report(control, task, event, seen, wanted):
+    """Set the abort flag and say why, unless another worker has done so."""
+    if tl.atomic_cas(control + ABORT, 0, task + 1, sem="relaxed", scope="gpu") == 0:
+        tl.store(control + ABORT + 1, tl.program_id(0))
+        tl.store(control + ABORT + 2, event)
+        tl.store(control + ABORT + 3, seen)
+        tl.store(control + ABORT + 4, wanted)
+
+
+@jit
+def wait(events, event, wanted, control, task, timeout_ns):
+    """Wait until an event's counter has reached `wanted`, then make what its notifiers wrote visible."""
+    if INTERPRETED:
+        # one worker: what has not happened by now never will
+        seen = tl.atomic_add(events + event * 32, 0)
+        if seen - wanted < 0:
+            report(control, task, event, seen, wanted)
+    else:
+        tl.inline_asm_elementwise(
+            _WAIT,
+            "=r,l,r,l,l,r,r",
+            [events + event * 32, wanted, control + ABORT, tl.cast(timeout_ns, tl.int64), task + 1, event],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        tl.debug_barrier()
+
+
+@jit
+def notify(events, event):
+    """Add 1 to an event; everything this worker wrote before is visible to those who wait for it."""
+    tl.debug_barrier()
+    if INTERPRETED:
+        tl.atomic_add(events + event * 32, 1)
+    else:
+        tl.inline_asm_elementwise(
+            _ADD, "=r,l,r", [events + event * 32, 1], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@jit
+def push(triggers, first, last, wait_count, arrivals, epoch, queue, capacity, control):
+    """Put the tasks triggers[first:last] that have no other wait left into the ready queue."""
+    WIDTH: tl.constexpr = 128
+    for start in range(first, last, WIDTH):
+        o = start + tl.arange(0, WIDTH)
+        mask = o < last
+        task = tl.load(triggers + o, mask=mask, other=0)
+        waits = tl.load(wait_count + task, mask=mask, other=0)
+        several = mask & (waits > 1)
+        arrived = tl.atomic_add(arrivals + task, 1, mask=several, sem="acq_rel", scope="gpu") + 1
+        ready = mask & ((waits == 1) | (arrived == waits * epoch))
+        place = tl.cumsum(ready.to(tl.int32), 0) - 1
+        base = tl.atomic_add(control + TAIL, tl.sum(ready.to(tl.int32), 0), sem="relaxed", scope="gpu")
+        tl.atomic_xchg(queue + (base + place) % capacity, task + 1, mask=ready, sem="release", scope="gpu")
+
+
+@jit
+def pop(initial, n_initial, queue, capacity, total, control, timeout_ns):
+    """The next ready task and its step, or task -1 when there is none left for this worker."""
+    ticket = tl.atomic_add(control + HEAD, 1, sem="relaxed", scope="gpu")
+    step = ticket // capacity
+    task = -1
+    if ticket < n_initial:
+        task = tl.load(initial + ticket)
+    elif ticket < total:
+        slot = queue + ticket % capacity
+        # a poll takes at least half a microsecond on a GPU; in the interpreter nobody else can push
+        polls = 1 if INTERPRETED else timeout_ns // 500
+        waiting = True
+        while waiting:
+            task = tl.atomic_add(slot, 0, sem="acquire", scope="gpu") - 1
+            polls -= 1
+            if task >= 0:
+                waiting = False
+            elif tl.atomic_add(control + CLOSED, 0, sem="relaxed", scope="gpu") != 0:
+                waiting = False
+            elif tl.atomic_add(control + ABORT, 0, sem="relaxed", scope="gpu") != 0:
+                waiting = False
+            elif polls <= 0:
+                report(control, capacity, -1, ticket, total)
+                waiting = False
+        tl.store(slot, 0)
+    return task, step

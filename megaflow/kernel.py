@@ -1,0 +1,156 @@
+"""The persistent kernel: one resident program per worker, from the first task of a launch to the last.
+
+Static mode takes tasks from the worker's own queue and waits for each task's events. Dynamic mode takes ready
+tasks from a global queue; the worker whose notify completes an event pushes the tasks that waited for it. Both
+are run-time branches of the one compiled kernel. What tasks compute comes in as a constexpr tuple of bodies.
+"""
+
+from megaflow.backend import jit, tl, triton
+from megaflow.device import ABORT, CLOSED, EPOCH, HEAD, LEFT, STEPS_DONE, STOP_STEP, TAIL, notify, pop, push, wait
+from megaflow.records import (
+    C0,
+    C1,
+    C2,
+    KIND,
+    NEED0,
+    NEED1,
+    NOTIFY0,
+    NOTIFY1,
+    OPERATOR,
+    PREVIOUS,
+    RECORD_WIDTH,
+    TASK,
+    WAIT0,
+    WAIT1,
+)
+
+RECORD = tl.constexpr(RECORD_WIDTH)
+
+
+@jit
+def signal(
+    event, step, steps, final_event, events, event_need, triggers_of, triggers, wait_count, arrivals, epoch,
+    queue, capacity, control,
+):  # fmt: skip
+    """Notify in dynamic mode: the worker that completes the event pushes what waited for it.
+
+    The final event of the launch's last step pushes nothing and closes the queue.
+    """
+    tl.debug_barrier()
+    seen = tl.atomic_add(events + event * 32, 1, sem="acq_rel", scope="gpu") + 1
+    if seen == tl.load(event_need + event) * epoch:
+        stop = tl.load(control + STOP_STEP, volatile=True)
+        if (event == final_event) & ((step + 1 == steps) | (stop != 0)):
+            tl.atomic_xchg(control + CLOSED, 1, sem="release", scope="gpu")
+        else:
+            begin = tl.load(triggers_of + event)
+            end = tl.load(triggers_of + event + 1)
+            push(triggers, begin, end, wait_count, arrivals, epoch, queue, capacity, control)
+
+
+@jit
+def stopped(events, final_event, final_need, epoch, step, control, n_tasks, timeout_ns):
+    """Whether all sequences have finished before `step`; waits for the step before to end."""
+    wait(events, final_event, final_need * (epoch - 1), control, n_tasks, timeout_ns)
+    stop = tl.load(control + STOP_STEP, volatile=True)
+    abort = tl.load(control + ABORT, volatile=True)
+    return ((stop != 0) & (step >= stop)) | (abort != 0)
+
+
+@triton.jit(do_not_specialize=["n_tasks", "n_initial", "final_event", "steps", "dynamic", "timeout_ns"])
+def megakernel(
+    records,  # int32 [N, RECORD_WIDTH]
+    queue_offsets,  # int32 [workers + 1], static: worker w runs records[queue_offsets[w] : queue_offsets[w + 1]]
+    table,  # int64 [operators, ROW]
+    events,  # int32 [E, 32], the counter in column 0
+    event_need,  # int32 [E]
+    triggers_of,  # int32 [E + 1], dynamic: event e releases triggers[triggers_of[e] : triggers_of[e + 1]]
+    triggers,  # int32, task numbers
+    wait_count,  # int32 [N]
+    arrivals,  # int32 [N]
+    initial,  # int32 [n_initial], tasks that are ready at a launch's start
+    queue,  # int32 [N], the ready queue: task + 1, or 0
+    control,  # int32 [CONTROL_WORDS]
+    n_tasks,
+    n_initial,
+    final_event,
+    steps,
+    dynamic,
+    timeout_ns,
+    ROW: tl.constexpr,
+    BODIES: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
+    worker = tl.program_id(0)
+    first_epoch = tl.load(control + EPOCH) + 1
+    final_need = tl.load(event_need + final_event)
+    begin = 0
+    end = 0
+    task = -1
+    step = 0
+    if dynamic:
+        task, step = pop(initial, n_initial, queue, n_tasks, n_tasks * steps, control, timeout_ns)
+    else:
+        begin = tl.load(queue_offsets + worker)
+        end = tl.load(queue_offsets + worker + 1)
+        if begin < end:
+            task = begin
+
+    while task >= 0:
+        record = records + task * RECORD
+        epoch = first_epoch + step
+        kind = tl.load(record + KIND)
+        row = table + tl.load(record + OPERATOR) * ROW
+        c0 = tl.load(record + C0)
+        c1 = tl.load(record + C1)
+        c2 = tl.load(record + C2)
+        notify0 = tl.load(record + NOTIFY0)
+        notify1 = tl.load(record + NOTIFY1)
+        if dynamic == 0:
+            wait0 = tl.load(record + WAIT0)
+            wait1 = tl.load(record + WAIT1)
+            number = tl.load(record + TASK)
+            if wait0 >= 0:
+                wanted = tl.load(record + NEED0) * (epoch - tl.load(record + PREVIOUS))
+                wait(events, wait0, wanted, control, number, timeout_ns)
+            if wait1 >= 0:
+                wait(events, wait1, tl.load(record + NEED1) * epoch, control, number, timeout_ns)
+
+        for index in tl.static_range(len(BODIES)):
+            if kind == index:
+                BODIES[index](row, c0, c1, c2, step, CONFIG)
+
+        if dynamic:
+            if notify0 >= 0:
+                signal(notify0, step, steps, final_event, events, event_need, triggers_of, triggers, wait_count,
+                       arrivals, epoch, queue, n_tasks, control)  # fmt: skip
+            if notify1 >= 0:
+                signal(notify1, step, steps, final_event, events, event_need, triggers_of, triggers, wait_count,
+                       arrivals, epoch, queue, n_tasks, control)  # fmt: skip
+            task, step = pop(initial, n_initial, queue, n_tasks, n_tasks * steps, control, timeout_ns)
+        else:
+            if notify0 >= 0:
+                notify(events, notify0)
+            if notify1 >= 0:
+                notify(events, notify1)
+            task += 1
+            if task == end:
+                task = begin
+                step += 1
+                if step == steps:
+                    task = -1
+                elif stopped(events, final_event, final_need, first_epoch + step, step, control, n_tasks, timeout_ns):
+                    task = -1
+
+    # the last worker to leave prepares the next launch
+    tl.debug_barrier()
+    if tl.atomic_add(control + LEFT, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        stop = tl.load(control + STOP_STEP, volatile=True)
+        done = tl.where(stop != 0, stop, steps)
+        tl.store(control + STEPS_DONE, done)
+        tl.store(control + EPOCH, first_epoch - 1 + done)
+        tl.store(control + HEAD, 0)
+        tl.store(control + TAIL, n_initial)
+        tl.store(control + CLOSED, 0)
+        tl.store(control + STOP_STEP, 0)
+        tl.store(control + LEFT, 0)

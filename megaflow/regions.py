@@ -1,0 +1,101 @@
+"""Which part of a tensor a tile touches, as one interval per dimension.
+
+A tile is a point of its operator's grid. In each dimension of a tensor it covers an interval that either
+moves with one grid axis or does not move at all, so the region of a tile is a box and two tiles conflict when
+their boxes overlap. Events are derived from this alone (megaflow.events).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tile coordinate i on `axis` covers [offset + i * step, offset + i * step + length), in elements.
+
+    With `axis` None the interval is the same for every tile.
+    """
+
+    axis: int | None
+    length: int
+    step: int = 0
+    offset: int = 0
+
+    @staticmethod
+    def tiles(axis: int, size: int) -> "Span":
+        """Tiles of `size` elements, side by side along `axis`."""
+        return Span(axis, size, size)
+
+    @staticmethod
+    def whole(extent: int) -> "Span":
+        """All `extent` elements, for every tile."""
+        return Span(None, extent)
+
+    def bounds(self, grid: tuple[int, ...], extent: int) -> tuple[np.ndarray, np.ndarray]:
+        """First and one-past-last element for each coordinate of `axis`, clipped to the dimension's extent."""
+        n = 1 if self.axis is None else grid[self.axis]
+        start = self.offset + np.arange(n, dtype=np.int64) * self.step
+        return np.clip(start, 0, extent), np.clip(start + self.length, 0, extent)
+
+
+@dataclass(frozen=True)
+class Access:
+    """What the tiles of one operator touch of one tensor: a span for each dimension of `shape`."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.shape) == len(self.spans), (self.tensor, self.shape, self.spans)
+
+
+@dataclass(frozen=True)
+class TiledOperator:
+    """An operator cut into tile tasks.
+
+    Attributes:
+        name: of the operator in the logical graph.
+        kind: name of its task kind.
+        grid: tiles along each of up to three axes.
+        reads, writes: regions by tile; tensors that no operator writes (weights) may be left out.
+        tile_bytes: bytes of device memory that one tile reads, for load balance.
+        params: numbers that the tiling decided and the kernel needs.
+    """
+
+    name: str
+    kind: str
+    grid: tuple[int, ...]
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    tile_bytes: int
+    params: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def tiles(self) -> int:
+        return int(np.prod(self.grid))
+
+    def param(self, name: str) -> int:
+        return dict(self.params)[name]
+
+    def coordinates(self) -> np.ndarray:
+        """int32 [tiles, 3]: the grid point of each tile, last axis fastest, missing axes 0."""
+        points = np.indices(self.grid).reshape(len(self.grid), -1).T
+        return np.pad(points, ((0, 0), (0, 3 - len(self.grid)))).astype(np.int32)
+
+
+def overlap(producer: Access, producer_grid: tuple[int, ...], consumer: Access, consumer_grid: tuple[int, ...]) -> list[np.ndarray]:
+    """For each dimension, bool [producer coordinates, consumer coordinates]: do the two intervals meet?
+
+    A tile pair conflicts when every dimension says yes for the coordinates of its axes.
+    """
+    assert producer.tensor == consumer.tensor and producer.shape == consumer.shape
+    meets = []
+    for extent, p, c in zip(producer.shape, producer.spans, consumer.spans, strict=True):
+        p_start, p_stop = p.bounds(producer_grid, extent)
+        c_start, c_stop = c.bounds(consumer_grid, extent)
+        meets.append(
+            np.maximum(p_start[:, None], c_start[None]) < np.minimum(p_stop[:, None], c_stop[None])
+        )
+    return meets

@@ -1,0 +1,143 @@
+"""Launching a plan: its arrays and counters on the device, the launch itself, and what a failed wait means."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megaflow.backend import interpreted
+from megaflow.device import ABORT, CONTROL_WORDS, REPORT_WORDS, STEPS_DONE, TAIL
+from megaflow.errors import BackendError, DeadlockError
+from megaflow.kernel import megakernel
+from megaflow.kinds import ROW_WIDTH, KernelConfig
+from megaflow.plan import Plan
+
+WARPS = 4
+WAIT_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True)
+class LaunchReport:
+    """What a launch did. `steps` may be fewer than asked for: the launch ends when all sequences have finished."""
+
+    steps: int
+
+
+class LoadedPlan:
+    """A plan on the device, ready to launch.
+
+    Args:
+        plan: the plan.
+        table: int64 [operators, ROW_WIDTH], the operators' rows.
+        control: int32 [CONTROL_WORDS], the plan's control block; task bodies may hold pointers into it.
+        bodies: Triton functions of the task kinds, in the order of their numbers.
+        config: compiled into the kernel.
+        timeout_s: bound of every wait in the kernel, in seconds.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        table: torch.Tensor,
+        control: torch.Tensor,
+        bodies: Sequence[Any],
+        config: KernelConfig,
+        timeout_s: float = WAIT_TIMEOUT_S,
+    ) -> None:
+        assert table.shape == (len(plan.graph.operators), ROW_WIDTH) and table.dtype == torch.int64
+        self.plan = plan
+        self._table = table
+        self._control = control
+        self._bodies = tuple(bodies)
+        self._config = config
+        self._timeout_ns = int(timeout_s * 1e9)
+        device = table.device
+
+        def put(array: np.ndarray) -> torch.Tensor:
+            array = array if array.size else np.zeros(1, np.int32)  # the kernel wants a pointer in any case
+            return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        tasks, events = plan.graph.tasks, len(plan.graph.event_need)
+        self._events = zeros(events, 32)
+        self._arrivals = zeros(tasks)
+        self._queue = zeros(tasks)
+        self._arrays = (put(plan.records), put(plan.queue_offsets), table, self._events, put(plan.graph.event_need))
+        self._dynamic_arrays = (
+            put(plan.triggers_of), put(plan.triggers), put(plan.wait_count), self._arrivals,
+            put(plan.initial), self._queue,
+        )  # fmt: skip
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all counters: needed before the first launch and after a failed one."""
+        for state in (self._events, self._arrivals, self._queue, self._control):
+            state.zero_()
+        self._control[TAIL.value] = len(self.plan.initial)
+
+    def launch(self, steps: int) -> None:
+        """Enqueue one launch of up to `steps` steps on the current stream; capturable in a CUDA graph.
+
+        Raises:
+            BackendError: if the workers do not all fit on the device at once.
+        """
+        plan = self.plan
+        options = {} if interpreted() else {"num_warps": WARPS, "launch_cooperative_grid": True}
+        try:
+            megakernel[(plan.workers,)](
+                *self._arrays,
+                *self._dynamic_arrays,
+                self._control,
+                plan.graph.tasks,
+                len(plan.initial),
+                plan.graph.final_event,
+                steps,
+                int(plan.dynamic),
+                self._timeout_ns,
+                ROW=ROW_WIDTH,
+                BODIES=self._bodies,
+                CONFIG=self._config,
+                **options,
+            )
+        except RuntimeError as error:
+            if "cooperative" not in str(error):
+                raise
+            raise BackendError(
+                f"{plan.workers} workers of {WARPS} warps are not resident on this device at once; "
+                "use fewer workers"
+            ) from error
+
+    def finish(self) -> LaunchReport:
+        """Wait for the latest launch to end and check it.
+
+        Raises:
+            DeadlockError: if a wait in it ran out of time; the counters are reset, so the plan stays usable.
+        """
+        control = self._control.cpu()
+        code, worker, event, seen, wanted = control[ABORT.value : ABORT.value + REPORT_WORDS].tolist()
+        if code == 0:
+            return LaunchReport(int(control[STEPS_DONE.value]))
+        self.reset()
+        graph = self.plan.graph
+        task = code - 1
+        where = "the start of a step"
+        if 0 <= task < graph.tasks:
+            where = f"{graph.operators[graph.operator[task]].name}{graph.coordinates[task].tolist()}"
+        if event < 0:
+            raise DeadlockError(
+                f"worker {worker} found no ready task for {self._timeout_ns / 1e9:g} s (ticket {seen} of {wanted}); "
+                "the launch was abandoned"
+            )
+        raise DeadlockError(
+            f"worker {worker} waited {self._timeout_ns / 1e9:g} s at {where} for event {graph.event_name(event)}: "
+            f"seen {seen}, needed {wanted}; the launch was abandoned"
+        )
+
+
+def new_control(device: torch.device) -> torch.Tensor:
+    """An empty control block, int32 [CONTROL_WORDS]."""
+    return torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=device)

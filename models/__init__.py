@@ -1,0 +1,1 @@
+"""Models: Qwen3 dense, from a Hugging Face checkpoint to decoded tokens."""

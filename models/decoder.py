@@ -1,0 +1,165 @@
+"""The decode loop's device side: buffers, request state, and plans by batch size and schedule."""
+
+from collections.abc import Sequence
+
+import torch
+
+from megaflow.device import STOP_STEP
+from megaflow.graph import Tensor
+from megaflow.models.geometry import Geometry
+from megaflow.models.kv_cache import PagedKVCache
+from megaflow.models.planner import KINDS_BY_NAME, make_plan
+from megaflow.models.qwen3 import LOGIT_PARTS, RESIDUAL_PARTS, qwen3_graph
+from megaflow.models.tiling import Device, smallest_rows, tiling
+from megaflow.models.weights import Weights
+from megaflow.runtime import LoadedPlan, new_control
+from megaflow.scheduler import scheduler
+from megaflow.tasks import KINDS
+from megaflow.tasks.packing import padded
+from megaflow.tasks.select import MAX_EOS
+
+NO_TOKEN = -1
+
+
+class Decoder:
+    """Runs decode steps for the sequences that are in the KV cache.
+
+    Attributes:
+        batch: number of sequences, 0 before start.
+        steps_per_launch: most steps of one launch.
+    """
+
+    def __init__(
+        self,
+        model: Geometry,
+        weights: Weights,
+        cache: PagedKVCache,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        device: Device,
+        max_batch_size: int,
+        steps_per_launch: int,
+    ) -> None:
+        self.batch = 0
+        self.steps_per_launch = steps_per_launch
+        self._model = model
+        self._cache = cache
+        self._device = device
+        self._dtype = weights.matrices["embedding"].data.dtype
+        self._graph = qwen3_graph(model, cache.max_seq_len)
+        self._lengths: list[int] = []
+        self._plans: dict[tuple[int, str], LoadedPlan] = {}
+        where = cos.device
+        self._control = new_control(where)
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=where)
+
+        self._state = {
+            "tokens": ints(max_batch_size),
+            "positions": ints(max_batch_size),
+            "finished": ints(max_batch_size),
+            "unfinished": ints(1),
+            "generated": ints(max_batch_size, steps_per_launch),
+            "eos": torch.full((MAX_EOS,), NO_TOKEN, dtype=torch.int32, device=where),
+            "pad": ints(1),
+        }
+        units = max(max_batch_size * model.kv_heads, device.tiling_workers)
+        group = tiling(model, 1, device, "bfloat16").config.group
+        workspace = {
+            "partial": torch.zeros(units * group * model.head_dim, device=where),
+            "statistics": torch.zeros(units * group * 2, device=where),
+            "arrived": ints(max_batch_size * model.kv_heads, 32),
+        }
+        caches = {f"layers.{i}.k_cache": keys for i, keys in enumerate(cache.keys)}
+        caches |= {f"layers.{i}.v_cache": values for i, values in enumerate(cache.values)}
+        self._buffers = {
+            **weights.buffers(),
+            **caches,
+            **workspace,
+            **self._state,
+            "cos": cos,
+            "sin": sin,
+            "block_table": cache.block_table,
+            "stop_step": self._control[STOP_STEP.value :],
+        }
+        limits = {
+            "B": max_batch_size,
+            RESIDUAL_PARTS.name: -(-model.hidden // smallest_rows(model, device)),
+            LOGIT_PARTS.name: -(-model.vocab // smallest_rows(model, device)),
+        }
+        for tensor in self._graph.tensors.values():
+            if tensor.name not in self._buffers:
+                self._buffers[tensor.name] = self._activation(tensor, limits)
+
+    def _activation(self, tensor: Tensor, limits: dict[str, int]) -> torch.Tensor:
+        rows, width = tensor.bind(limits)
+        dtype = self._dtype if tensor.dtype == "model" else getattr(torch, tensor.dtype)
+        # whole weight blocks wide; linear layers read the padding, which stays zero
+        return torch.zeros((rows, padded(width)), dtype=dtype, device=self._control.device)
+
+    def plan(self, schedule: str) -> LoadedPlan:
+        """The plan for the present batch size, made on first use."""
+        key = (self.batch, schedule)
+        if key not in self._plans:
+            cut = tiling(self._model, self.batch, self._device, str(self._dtype).removeprefix("torch."))
+            plan = make_plan(self._graph, cut, scheduler(schedule), self._device.workers)
+            control = new_control(self._control.device)
+            buffers = {**self._buffers, "stop_step": control[STOP_STEP.value :]}
+            table = [
+                KINDS_BY_NAME[op.kind].packed_row(op, tiled, buffers)
+                for op, tiled in zip(self._graph.operators, plan.graph.operators, strict=True)
+            ]
+            on_device = torch.tensor(table, dtype=torch.int64).to(self._control.device)
+            self._plans[key] = LoadedPlan(plan, on_device, control, [kind.body for kind in KINDS], cut.config)
+        return self._plans[key]
+
+    def start(self, lengths: Sequence[int]) -> None:
+        """Forget the sequences before and make room for new ones with `lengths` tokens, not finished."""
+        self._cache.release_all()
+        for sequence, length in enumerate(lengths):
+            self._cache.reserve(sequence, length)
+        self.batch = len(lengths)
+        self._lengths = list(lengths)
+        self._state["positions"][: self.batch] = torch.tensor(self._lengths, dtype=torch.int32)
+        self.set_ends([], 0)
+
+    def set_ends(self, eos: Sequence[int], pad: int) -> None:
+        """Which tokens end a sequence and what follows an end; no sequence has finished yet."""
+        self._state["eos"].fill_(NO_TOKEN)
+        self._state["eos"][: len(eos)] = torch.tensor(list(eos), dtype=torch.int32)
+        self._state["pad"].fill_(pad)
+        self._state["finished"].zero_()
+        self._state["unfinished"].fill_(self.batch)
+
+    def finish(self, sequences: torch.Tensor) -> None:
+        """Mark sequences (bool [B]) as finished."""
+        self._state["finished"][: self.batch] = sequences.to(torch.int32)
+        self._state["unfinished"].fill_(int((~sequences).sum()))
+
+    @property
+    def unfinished(self) -> int:
+        """Sequences that have not reached an end."""
+        return int(self._state["unfinished"])
+
+    def run(self, tokens: torch.Tensor, steps: int, schedule: str) -> torch.Tensor:
+        """Run up to `steps` decode steps in one launch.
+
+        Args:
+            tokens: integers [B], the token to append to each sequence first.
+            steps: at most steps_per_launch; fewer are run when all sequences finish.
+        Returns:
+            int64 [B, steps that were run]: the greedy choice after each step.
+        """
+        for sequence, length in enumerate(self._lengths):
+            self._cache.reserve(sequence, length + steps)
+        self._state["tokens"][: self.batch] = tokens.to(torch.int32)
+        plan = self.plan(schedule)
+        plan.launch(steps)
+        done = plan.finish().steps
+        self._lengths = self._state["positions"][: self.batch].tolist()
+        return self._state["generated"][: self.batch, :done].long()
+
+    def logits(self) -> torch.Tensor:
+        """float32 [B, vocab]: logits of the latest step."""
+        return self._buffers["logits"][: self.batch, : self._model.vocab].clone()

@@ -1,0 +1,91 @@
+"""From a transformers configuration to the numbers that matter, with what is not supported named."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megaflow.errors import ConfigError
+
+HEAD_DIMS = (64, 128)
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # static kinds: cos and sin depend on the position alone
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a Qwen3 dense model.
+
+    Attributes:
+        hidden: width of the residual stream; intermediate: width of the MLP.
+        heads, kv_heads: attention heads and KV heads; head_dim: width of each.
+        vocab: rows of the embedding; tied: whether the LM head is the embedding.
+        eps: of every RMSNorm; max_positions: the context the configuration allows.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    eps: float
+    max_positions: int
+
+    @property
+    def group(self) -> int:
+        """Query heads for each KV head (GQA ratio)."""
+        return self.heads // self.kv_heads
+
+    @property
+    def qkv_rows(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def attention_width(self) -> int:
+        return self.heads * self.head_dim
+
+
+def read_geometry(config: Any) -> Geometry:
+    """The geometry of a transformers Qwen3Config.
+
+    Raises:
+        ConfigError: for another architecture, a quantised checkpoint, or a field whose value is not supported.
+    """
+    if config.model_type != "qwen3":
+        raise ConfigError(f"model_type is {config.model_type!r}; megaflow decodes 'qwen3' (dense) models")
+    if getattr(config, "quantization_config", None) is not None:
+        method = dict(config.quantization_config).get("quant_method", "unknown")
+        raise ConfigError(
+            f"quantization_config.quant_method is {method!r}; quantised checkpoints are not supported, "
+            "use the bfloat16 checkpoint of the same model"
+        )
+    _require(config.hidden_act == "silu", "hidden_act", config.hidden_act, "'silu'")
+    _require(not config.attention_bias, "attention_bias", config.attention_bias, "False")
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    _require(layer_types == {"full_attention"}, "layer_types", sorted(layer_types), "only 'full_attention'")
+    _require(config.head_dim in HEAD_DIMS, "head_dim", config.head_dim, f"one of {HEAD_DIMS}")
+    for field in ("hidden_size", "intermediate_size"):
+        value = getattr(config, field)
+        _require(value % 16 == 0, field, value, "a multiple of 16")
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    _require(heads % kv_heads == 0, "num_key_value_heads", kv_heads, f"a divisor of {heads} attention heads")
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type", "default")
+    _require(rope_type in ROPE_TYPES, "rope_parameters.rope_type", rope_type, f"one of {ROPE_TYPES}")
+    return Geometry(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=config.head_dim,
+        vocab=config.vocab_size,
+        tied=bool(config.tie_word_embeddings),
+        eps=config.rms_norm_eps,
+        max_positions=config.max_position_embeddings,
+    )
+
+
+def _require(holds: bool, field: str, value: object, limit: str) -> None:
+    if not holds:
+        raise ConfigError(f"configuration field {field} is {value!r}; supported: {limit}")

@@ -1,0 +1,212 @@
+"""MegaModel: a Hugging Face checkpoint, decoded by one persistent kernel."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from megaflow.backend import interpreted, kernel_device
+from megaflow.errors import CapacityError, ConfigError, InputError
+from megaflow.models.decoder import Decoder
+from megaflow.models.generation import Prompts, Sampling, generate, read_prompts
+from megaflow.models.geometry import read_geometry
+from megaflow.models.kv_cache import PagedKVCache
+from megaflow.models.prefill import prefill
+from megaflow.models.tiling import current_device
+from megaflow.models.weights import load_weights
+from megaflow.scheduler import scheduler
+
+LARGEST_BATCH = 128
+STEPS_PER_LAUNCH = 32
+
+
+class MegaModel:
+    """A decoder-only model whose decode steps run in one persistent kernel. Use from_hf to make one.
+
+    Attributes:
+        config: the transformers configuration.
+        geometry: the sizes that follow from it.
+        device: where it runs.
+        schedule: name of the schedule in use.
+        max_batch_size, max_seq_len: what the KV cache was made for.
+    """
+
+    @classmethod
+    def from_hf(
+        cls,
+        source: str | Path | Any,
+        *,
+        schedule: str = "static",
+        max_batch_size: int = 1,
+        max_seq_len: int = 2048,
+        page_size: int = 64,
+        steps_per_launch: int = STEPS_PER_LAUNCH,
+        device: str | torch.device | None = None,
+        progress: bool = True,
+    ) -> "MegaModel":
+        """Load a Qwen3 checkpoint.
+
+        Args:
+            source: a local checkpoint directory, a hub id, or a transformers Qwen3ForCausalLM in memory.
+            schedule: "static" (queues made on the host) or "dynamic" (a ready queue on the device).
+            max_batch_size: most sequences at once, 1 to 128.
+            max_seq_len: most tokens of a sequence, prompt and generated together.
+            page_size: positions in a page of the KV cache, a power of two of at least 16.
+            steps_per_launch: most decode steps that generate runs in one launch.
+            device: a CUDA device, or "cpu" for Triton's interpreter; chosen automatically by default.
+            progress: whether to show a progress bar while weights load.
+        Raises:
+            ConfigError: the model or an option is not supported.
+            CheckpointError: files or tensors are missing or do not fit.
+            BackendError: the device cannot run the kernel.
+            ScheduleError: no such schedule.
+        """
+        return cls(
+            source, schedule, max_batch_size, max_seq_len, page_size, steps_per_launch, kernel_device(device), progress
+        )
+
+    def __init__(
+        self,
+        source: str | Path | Any,
+        schedule: str,
+        max_batch_size: int,
+        max_seq_len: int,
+        page_size: int,
+        steps_per_launch: int,
+        device: torch.device,
+        progress: bool,
+    ) -> None:
+        self.config = source.config if hasattr(source, "state_dict") else AutoConfig.from_pretrained(source)
+        self.geometry = read_geometry(self.config)
+        if not 1 <= max_batch_size <= LARGEST_BATCH:
+            raise ConfigError(f"max_batch_size is {max_batch_size}; it must be 1 to {LARGEST_BATCH}")
+        if not 1 <= max_seq_len <= self.geometry.max_positions:
+            raise ConfigError(
+                f"max_seq_len is {max_seq_len}; the configuration's max_position_embeddings allows "
+                f"1 to {self.geometry.max_positions}"
+            )
+        if steps_per_launch < 1:
+            raise ConfigError(f"steps_per_launch is {steps_per_launch}; it must be at least 1")
+        self.set_schedule(schedule)
+        self.device = device
+        self.max_batch_size = max_batch_size
+        self.max_seq_len = max_seq_len
+        dtype = torch.float32 if interpreted() else torch.bfloat16
+        self._weights = load_weights(source, self.geometry, dtype, device, progress)
+        self._cos, self._sin = rotary_tables(self.config, max_seq_len, device)
+        self._cache = PagedKVCache(self.geometry, max_batch_size, max_seq_len, page_size, dtype, device)
+        self._decoder = Decoder(
+            self.geometry,
+            self._weights,
+            self._cache,
+            self._cos,
+            self._sin,
+            current_device(device),
+            max_batch_size,
+            steps_per_launch,
+        )
+
+    def set_schedule(self, schedule: str) -> None:
+        """Use another schedule from the next step on. Weights, cache and compiled kernel stay.
+
+        Raises:
+            ScheduleError: no such schedule; the old one stays in use.
+        """
+        scheduler(schedule)
+        self.schedule = schedule
+
+    def prefill(self, input_ids: Prompts, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Start new sequences; those before are forgotten.
+
+        Args:
+            input_ids: int64 [B, T], or B sequences of token ids of any lengths.
+            attention_mask: [B, T], 0 for padding, with a tensor of input_ids.
+        Returns:
+            float32 [B, vocab]: logits after each prompt.
+        Raises:
+            InputError, CapacityError: the request is not valid; sequences before are kept then.
+        """
+        prompts = read_prompts(input_ids, attention_mask, self.geometry.vocab)
+        if len(prompts) > self.max_batch_size:
+            raise CapacityError(
+                f"batch of {len(prompts)} sequences, max_batch_size is {self.max_batch_size}; "
+                "split the batch or create the model with a larger max_batch_size"
+            )
+        longest = max(len(p) for p in prompts)
+        if longest > self.max_seq_len:
+            raise CapacityError(
+                f"prompt of {longest} tokens, max_seq_len is {self.max_seq_len}; "
+                "shorten the prompt or create the model with a larger max_seq_len"
+            )
+        self._decoder.start([len(p) for p in prompts])
+        on_device = [p.to(self.device) for p in prompts]
+        return prefill(self.geometry, self._weights, self._cache, self._cos, self._sin, on_device)
+
+    def decode(self, next_tokens: torch.Tensor) -> torch.Tensor:
+        """Append one token to each sequence and run one step.
+
+        Args:
+            next_tokens: integers [B] or [B, 1].
+        Returns:
+            float32 [B, vocab]: logits after that token.
+        Raises:
+            InputError: no sequences, another B, or token ids out of range.
+            CapacityError: a sequence is as long as max_seq_len allows.
+            DeadlockError: the kernel's schedule did not finish.
+        """
+        tokens = torch.as_tensor(next_tokens).reshape(-1)
+        if self._decoder.batch == 0:
+            raise InputError("decode has no sequences to continue; call prefill first")
+        if len(tokens) != self._decoder.batch:
+            raise InputError(f"{len(tokens)} next tokens for {self._decoder.batch} sequences; give one for each")
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.geometry.vocab:
+            bad = low if low < 0 else high
+            raise InputError(f"token id {bad} is out of range; the vocabulary has ids 0 to {self.geometry.vocab - 1}")
+        self._decoder.run(tokens, 1, self.schedule)
+        return self._decoder.logits()
+
+    def generate(
+        self,
+        input_ids: Prompts,
+        max_new_tokens: int,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+    ) -> torch.Tensor:
+        """Prompts followed by generated tokens; greedy unless temperature is above 0.
+
+        Args:
+            input_ids: int64 [B, T], or B sequences of token ids of any lengths.
+            max_new_tokens: most tokens to generate for each sequence; fewer when all reach an end.
+            attention_mask: [B, T], 0 for padding, with a tensor of input_ids.
+            eos_token_id: ends a sequence; default from the configuration, [] for none.
+            pad_token_id: fills up prompts (on the left) and finished sequences; default from the configuration,
+                or the first eos id.
+            temperature, top_k, top_p: sampling, by transformers' logits processors; one step a launch then.
+            seed: of the sampling.
+        Returns:
+            int64 [B, T + new] on the model's device; T is the longest prompt.
+        Raises:
+            InputError, CapacityError: the request is not valid; the model stays usable.
+            DeadlockError: the kernel's schedule did not finish.
+        """
+        sampling = Sampling(temperature, top_k, top_p, seed) if temperature != 0 else None
+        return generate(
+            self, self._decoder, input_ids, max_new_tokens, attention_mask, eos_token_id, pad_token_id, sampling
+        )
+
+
+def rotary_tables(config: Any, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of positions 0 to length, float32 [length, head_dim], as transformers computes them."""
+    rotary = Qwen3RotaryEmbedding(config)
+    positions = torch.arange(length)[None]
+    cos, sin = rotary(torch.zeros(1, dtype=torch.float32), positions)
+    return cos[0].to(device).contiguous(), sin[0].to(device).contiguous()

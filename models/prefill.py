@@ -1,0 +1,77 @@
+"""Prefill in torch: the prompt's keys and values go into the paged cache, the last token's logits come back.
+
+It reads the same packed weights as the persistent kernel, one matrix unpacked at a time.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from megaflow.models.geometry import Geometry
+from megaflow.models.kv_cache import PagedKVCache
+from megaflow.models.weights import Weights
+
+HEAD_ROWS = 16384  # rows of the LM head that are unpacked at a time
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding, rotate-half convention. x [n, heads, head_dim]; cos, sin [n, head_dim] float32."""
+    left, right = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat((-right, left), -1) * sin[:, None]
+
+
+@torch.no_grad()
+def prefill(
+    model: Geometry,
+    weights: Weights,
+    cache: PagedKVCache,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    prompts: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Run the prompts through the model and fill the cache.
+
+    Args:
+        cos, sin: float32 [max_seq_len, head_dim].
+        prompts: token ids, int64 [length] each, on the device; pages must have been reserved.
+    Returns:
+        float32 [len(prompts), vocab]: logits after each prompt's last token.
+    """
+    lengths = [len(p) for p in prompts]
+    tokens = torch.cat(list(prompts))
+    device = tokens.device
+    place = torch.cat([torch.arange(n, device=device) for n in lengths])
+    cos, sin = cos[place], sin[place]
+    dtype = weights.matrices["embedding"].data.dtype
+    h = weights.matrices["embedding"].gather_rows(tokens).float()
+
+    def norm(x: torch.Tensor, weight: str) -> torch.Tensor:
+        return functional.rms_norm(x, x.shape[-1:], weights.vectors[weight], model.eps)
+
+    def linear(x: torch.Tensor, weight: str) -> torch.Tensor:
+        return functional.linear(x.to(dtype), weights.matrices[weight].unpack())
+
+    for layer in range(model.layers):
+        name = f"layers.{layer}."
+        qkv = linear(norm(h, name + "attn_norm"), name + "qkv").float()
+        qkv = qkv.view(len(tokens), model.kv_heads, model.group + 2, model.head_dim)
+        q = norm(qkv[:, :, : model.group].flatten(1, 2), name + "q_norm")
+        k = norm(qkv[:, :, model.group], name + "k_norm")
+        q, k, v = rotate(q, cos, sin).to(dtype), rotate(k, cos, sin).to(dtype), qkv[:, :, -1].to(dtype)
+        attended = []
+        rows = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+        for sequence, (q_s, k_s, v_s) in enumerate(rows):
+            cache.write(layer, sequence, k_s, v_s)
+            heads = (x.transpose(0, 1)[None] for x in (q_s, k_s, v_s))
+            out = functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+            attended.append(out[0].transpose(0, 1).flatten(1))
+        h = h + linear(torch.cat(attended), name + "o_proj")
+        gate, up = linear(norm(h, name + "mlp_norm"), name + "gate_up").float().unflatten(1, (-1, 2)).unbind(2)
+        h = h + linear(functional.silu(gate) * up, name + "down")
+
+    ends = torch.tensor(lengths, device=device).cumsum(0) - 1
+    last = norm(h[ends], "final_norm").to(dtype)
+    head = weights.matrices["embedding" if model.tied else "lm_head"]
+    parts = [functional.linear(last, head.unpack(i, i + HEAD_ROWS)) for i in range(0, model.vocab, HEAD_ROWS)]
+    return torch.cat(parts, 1).float()

@@ -1,0 +1,127 @@
+"""The Qwen3 dense model as a logical graph: one decode step of B sequences.
+
+The graph reads like the model's formula. The residual stream travels as three tensors: h itself (float32),
+h * gamma of the RMSNorm that comes next (the input of the next linear layer), and partial sums of squares of h,
+from which that layer takes the norm's scale.
+"""
+
+from dataclasses import dataclass
+
+from megaflow.graph import BATCH, Graph, Symbol, Tensor
+from megaflow.models.geometry import Geometry
+
+RESIDUAL_PARTS = Symbol("residual_parts")  # tiles of a residual linear along its rows
+LOGIT_PARTS = Symbol("logit_parts")  # tiles of the LM head along its rows
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The residual stream between two blocks: h, the next norm's input, the sums of squares of h."""
+
+    h: Tensor
+    normed: Tensor
+    ssq: Tensor
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of one layer's weights, as in megaflow.models.weights."""
+
+    layer: int
+
+    def __call__(self, part: str) -> str:
+        return f"layers.{self.layer}.{part}"
+
+
+def norm_weight(name: str, width: int) -> Tensor:
+    return Tensor(name, (width,), "float32")
+
+
+def qwen3_graph(model: Geometry, max_length: int) -> Graph:
+    """The graph of one decode step, from the tokens to the tokens of the next step.
+
+    Args:
+        model: the sizes.
+        max_length: longest sequence that will be decoded; bounds the number of attention splits.
+    """
+    g = Graph()
+    tokens = Tensor("tokens", (BATCH,), "int32")
+    stream = Stream(
+        Tensor("h", (BATCH, model.hidden), "float32"),
+        Tensor("normed", (BATCH, model.hidden)),
+        Tensor("ssq_embedding", (BATCH, 1), "float32"),
+    )
+    embedding = Tensor("embedding", (model.vocab, model.hidden))
+    g.add(
+        "embedding",
+        "embedding",
+        {"tokens": tokens, "weight": embedding, "gamma": norm_weight(Names(0)("attn_norm"), model.hidden)},
+        {"h": stream.h, "out": stream.normed, "ssq_out": stream.ssq},
+    )
+    for layer in range(model.layers):
+        following = Names(layer + 1)("attn_norm") if layer + 1 < model.layers else "final_norm"
+        stream = decoder_layer(g, model, Names(layer), stream, following, max_length)
+    head = embedding if model.tied else Tensor("lm_head", (model.vocab, model.hidden))
+    best = {
+        "best_value": Tensor("best_value", (BATCH, LOGIT_PARTS), "float32"),
+        "best_index": Tensor("best_index", (BATCH, LOGIT_PARTS), "int32"),
+    }
+    logits = Tensor("logits", (BATCH, model.vocab), "float32")
+    linear(g, "lm_head", stream, head, {"out": logits, **best}, "logits")
+    state = {
+        name: Tensor(name, (), "int32")
+        for name in ("positions", "finished", "unfinished", "generated", "eos", "pad", "stop_step")
+    }
+    g.add("select", "select", {**best, **state}, {"tokens": tokens})
+    return g
+
+
+def decoder_layer(g: Graph, model: Geometry, name: Names, stream: Stream, following: str, max_length: int) -> Stream:
+    """h += o_proj(attention(qkv(norm(h)))); h += down(silu(gate(norm(h))) * up(norm(h)))."""
+    qkv = Tensor("qkv", (BATCH, model.qkv_rows), "float32")
+    attended = Tensor("attended", (BATCH, model.attention_width))
+    activated = Tensor("activated", (BATCH, model.intermediate))
+
+    linear(g, name("qkv"), stream, Tensor(name("qkv"), (model.qkv_rows, model.hidden)), {"out": qkv}, "store")
+    attention(g, model, name, qkv, attended, max_length)
+    o_proj = Tensor(name("o_proj"), (model.hidden, model.attention_width))
+    stream = residual(g, name("o_proj"), attended, o_proj, stream, norm_weight(name("mlp_norm"), model.hidden))
+    gate_up = Tensor(name("gate_up"), (2 * model.intermediate, model.hidden))
+    linear(g, name("gate_up"), stream, gate_up, {"out": activated}, "silu")
+    down = Tensor(name("down"), (model.hidden, model.intermediate))
+    return residual(g, name("down"), activated, down, stream, norm_weight(following, model.hidden))
+
+
+def linear(g: Graph, name: str, stream: Stream, weight: Tensor, outputs: dict[str, Tensor], epilogue: str) -> None:
+    """outputs = epilogue(weight @ norm(h))."""
+    g.add(name, "linear", {"x": stream.normed, "ssq": stream.ssq, "weight": weight}, outputs, epilogue=epilogue)
+
+
+def residual(g: Graph, name: str, x: Tensor, weight: Tensor, stream: Stream, gamma: Tensor) -> Stream:
+    """h += weight @ x, and what the RMSNorm with weight `gamma` needs of the new h."""
+    after = Stream(stream.h, stream.normed, Tensor("ssq", (BATCH, RESIDUAL_PARTS), "float32"))
+    g.add(
+        name,
+        "linear",
+        {"x": x, "weight": weight, "h": stream.h, "gamma": gamma},
+        {"h_out": after.h, "out": after.normed, "ssq_out": after.ssq},
+        epilogue="residual",
+    )
+    return after
+
+
+def attention(g: Graph, model: Geometry, name: Names, qkv: Tensor, out: Tensor, max_length: int) -> None:
+    """out = attention of the new token over the paged KV cache, which it is appended to first."""
+    shared = ("cos", "sin", "positions", "block_table", "partial", "statistics", "arrived")
+    inputs = {role: Tensor(role, (), "float32" if role in ("cos", "sin") else "int32") for role in shared}
+    inputs |= {role: Tensor(name(role), ()) for role in ("k_cache", "v_cache")}
+    inputs |= {role: norm_weight(name(role), model.head_dim) for role in ("q_norm", "k_norm")}
+    g.add(
+        name("attention"),
+        "attention",
+        {"qkv": qkv, **inputs},
+        {"out": out},
+        kv_heads=model.kv_heads,
+        group=model.group,
+        max_length=max_length,
+    )

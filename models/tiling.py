@@ -1,0 +1,84 @@
+"""Tile sizes for a model on a device: the small set of compiled kernels and their workers."""
+
+from dataclasses import dataclass
+
+import torch
+
+from megaflow.kinds import KernelConfig, Tiling
+from megaflow.models.geometry import Geometry
+from megaflow.models.qwen3 import LOGIT_PARTS, RESIDUAL_PARTS
+from megaflow.tasks.linear import row_tiles
+
+TOKEN_TILES = (1, 16, 64)  # one compiled kernel each; a batch takes the first that holds it
+
+
+@dataclass(frozen=True)
+class Device:
+    """What planning needs to know of a device.
+
+    Attributes:
+        workers: resident programs of the persistent kernel.
+        tiling_workers: workers that the tile sizes are chosen for.
+        interpreted: whether the kernel runs in Triton's interpreter.
+    """
+
+    workers: int
+    tiling_workers: int
+    interpreted: bool
+
+
+H200 = Device(workers=264, tiling_workers=264, interpreted=False)
+# The interpreter runs programs one after another, so there is one worker. Operators are still cut as if there
+# were a few, so that tests see several tiles.
+INTERPRETER = Device(workers=1, tiling_workers=4, interpreted=True)
+WORKERS_PER_SM = 2
+
+
+def current_device(device: torch.device) -> Device:
+    """The device that a model was put on."""
+    if device.type == "cpu":
+        return INTERPRETER
+    workers = WORKERS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+    return Device(workers, workers, False)
+
+
+def kernel_config(model: Geometry, batch: int, device: Device, dtype: str) -> KernelConfig:
+    """Tile sizes for a batch. Batches over the largest token tile take several tiles of that size."""
+    tokens = next((t for t in TOKEN_TILES if t >= batch), TOKEN_TILES[-1])
+    if device.interpreted:  # few large tiles: the interpreter's time goes by operations, not by elements
+        rows, k_blocks, stages = 64, 4, 1
+    elif tokens == 1:
+        # narrow models need short tiles to keep all workers busy
+        rows, k_blocks, stages = (4 if model.hidden < 2048 else 8), 8, 4
+    elif tokens == 16:
+        rows, k_blocks, stages = 16, 4, 4
+    else:
+        rows, k_blocks, stages = 32, 2, 3
+    return KernelConfig(
+        tokens=tokens,
+        rows=rows,
+        k_blocks=k_blocks,
+        stages=stages,
+        head_dim=model.head_dim,
+        group=max(16, 1 << (model.group - 1).bit_length()),
+        kv_block=64,
+        eps=model.eps,
+        dtype=dtype,
+    )
+
+
+def tiling(model: Geometry, batch: int, device: Device, dtype: str) -> Tiling:
+    """How the model's graph is cut for a batch of `batch` sequences."""
+    config = kernel_config(model, batch, device, dtype)
+    token_tiles = -(-batch // config.tokens)
+    symbols = {
+        "B": batch,
+        RESIDUAL_PARTS.name: row_tiles(model.hidden, config, device.tiling_workers, token_tiles),
+        LOGIT_PARTS.name: row_tiles(model.vocab, config, device.tiling_workers, token_tiles),
+    }
+    return Tiling(config, device.tiling_workers, symbols)
+
+
+def smallest_rows(model: Geometry, device: Device) -> int:
+    """The shortest sub-tile of any batch: bounds the number of tiles along a weight's rows."""
+    return min(kernel_config(model, tokens, device, "bfloat16").rows for tokens in TOKEN_TILES)

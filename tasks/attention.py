@@ -1,0 +1,213 @@
+"""Decode attention for one sequence and one KV head: QK-norm, RoPE, paged append, split-KV, combine.
+
+The KV positions are cut into splits that different workers take; the split that holds the newest position
+appends its key and value first. Each split leaves an unnormalised sum and its softmax statistics; the split
+that arrives last combines them, always in the same order, so results do not depend on who that is
+(Flash-Decoding; the order of the reduction is fixed by the split's index). How many splits are active follows
+from the live length at run time; the others return at once.
+"""
+
+import torch
+
+from megaflow.backend import jit, tl
+from megaflow.graph import Operator
+from megaflow.kinds import Buffers, TaskKind, Tiling
+from megaflow.regions import Access, Span, TiledOperator
+from megaflow.tasks.common import number, pointer
+
+FIELDS = ("qkv", "qkv_stride", "q_norm", "k_norm", "cos", "sin", "positions", "k_cache", "v_cache", "block_table",
+          "block_table_stride", "page_shift", "kv_heads", "group", "splits", "out", "out_stride",
+          "partial", "statistics", "arrived")  # fmt: skip
+(QKV, QKV_STRIDE, Q_NORM, K_NORM, COS, SIN, POSITIONS, K_CACHE, V_CACHE, BLOCK_TABLE,
+ BLOCK_TABLE_STRIDE, PAGE_SHIFT, KV_HEADS, GROUP, SPLITS, OUT, OUT_STRIDE,
+ PARTIAL, STATISTICS, ARRIVED) = map(tl.constexpr, range(len(FIELDS)))  # fmt: skip
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@jit
+def norm_rope(p_x, o_d, mask, weight, cos, sin, CONFIG: tl.constexpr):
+    """RMSNorm and rotary embedding (rotate-half convention) of vectors: p_x points at [..., head_dim] starts.
+
+    `o_d`, `mask`, `cos`, `sin` and the result are [n, head_dim]; cos and sin are of the position.
+    """
+    D: tl.constexpr = CONFIG.head_dim
+    o_pair = (o_d + D // 2) % D
+    x = tl.load(p_x + o_d, mask=mask, other=0.0)
+    pair = tl.load(p_x + o_pair, mask=mask, other=0.0)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / D + CONFIG.eps)[:, None]
+    x = x * scale * tl.load(weight + o_d)
+    pair = pair * scale * tl.load(weight + o_pair)
+    return x * cos + tl.where(o_d < D // 2, -pair, pair) * sin
+
+
+@jit
+def attention_body(row, c_sequence, c_head, c_split, step, CONFIG: tl.constexpr):
+    D: tl.constexpr = CONFIG.head_dim
+    G: tl.constexpr = CONFIG.group
+    S: tl.constexpr = CONFIG.kv_block
+    group = number(row, GROUP)
+    splits = number(row, SPLITS)
+    position = tl.load(pointer(row, POSITIONS, tl.int32) + c_sequence)
+    length = position + 1
+    chunk = ((length + splits - 1) // splits + S - 1) // S * S
+    active = (length + chunk - 1) // chunk
+    if c_split < active:
+        start = c_split * chunk
+        stop = tl.minimum(start + chunk, length)
+        o_g = tl.arange(0, G)
+        o_d = tl.arange(0, D)
+        m_g = (o_g < group)[:, None] & (o_d >= 0)[None, :]
+        qkv = pointer(row, QKV, tl.float32) + c_sequence * number(row, QKV_STRIDE) + c_head * (group + 2) * D
+        cos = tl.load(pointer(row, COS, tl.float32) + position * D + o_d)[None, :]
+        sin = tl.load(pointer(row, SIN, tl.float32) + position * D + o_d)[None, :]
+        q_norm = pointer(row, Q_NORM, tl.float32)
+        o_gd = tl.broadcast_to(o_d[None, :], (G, D))
+        q = norm_rope(qkv + (o_g * D)[:, None], o_gd, m_g, q_norm, cos, sin, CONFIG)
+        q = (q * (LOG2E * D**-0.5)).to(CONFIG.element)
+
+        k_cache = pointer(row, K_CACHE, CONFIG.element)
+        v_cache = pointer(row, V_CACHE, CONFIG.element)
+        table = pointer(row, BLOCK_TABLE, tl.int32) + c_sequence * number(row, BLOCK_TABLE_STRIDE)
+        page_shift = number(row, PAGE_SHIFT)
+        page_mask = (1 << page_shift) - 1
+        kv_heads = number(row, KV_HEADS)
+        if c_split == active - 1:
+            o_1 = tl.arange(0, 1)
+            k_norm = pointer(row, K_NORM, tl.float32)
+            p_k = qkv + ((o_1 + group) * D)[:, None]
+            k_new = norm_rope(p_k, o_d[None, :], (o_d >= 0)[None, :], k_norm, cos, sin, CONFIG)
+            v_new = tl.load(qkv + (group + 1) * D + o_d)
+            page = tl.load(table + (position >> page_shift)).to(tl.int64)
+            slot = (((page * kv_heads + c_head) << page_shift) + (position & page_mask)) * D
+            tl.store(k_cache + slot + o_d[None, :], k_new.to(CONFIG.element))
+            tl.store(v_cache + slot + o_d, v_new.to(CONFIG.element))
+            tl.debug_barrier()  # the loop below reads this position from the cache
+
+        top = tl.full([G], float("-inf"), tl.float32)
+        total = tl.zeros([G], tl.float32)
+        acc = tl.zeros([G, D], tl.float32)
+        for first in range(start, stop, S):
+            o_s = first + tl.arange(0, S)
+            m_s = o_s < stop
+            page = tl.load(table + (o_s >> page_shift), mask=m_s, other=0).to(tl.int64)
+            slot = (((page * kv_heads + c_head) << page_shift) + (o_s & page_mask)) * D
+            p_k = tl.multiple_of(k_cache + slot[None, :] + o_d[:, None], (16, 1))
+            p_v = tl.multiple_of(v_cache + slot[:, None] + o_d[None, :], (1, 16))
+            k = tl.load(p_k, mask=m_s[None, :], other=0.0)
+            scores = tl.dot(q, k, input_precision="ieee")
+            scores = tl.where(m_s[None, :], scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            p = tl.exp2(scores - new_top[:, None])
+            fade = tl.exp2(top - new_top)
+            total = total * fade + tl.sum(p, 1)
+            v = tl.load(p_v, mask=m_s[:, None], other=0.0)
+            acc = tl.dot(p.to(CONFIG.element), v, acc * fade[:, None], input_precision="ieee")
+            top = new_top
+
+        out = pointer(row, OUT, CONFIG.element) + c_sequence * number(row, OUT_STRIDE) + c_head * group * D
+        o_out = o_g[:, None] * D + o_d[None, :]
+        if active == 1:
+            tl.store(out + o_out, (acc / total[:, None]).to(CONFIG.element), mask=m_g)
+        else:
+            # workspace [sequence, head, split, group, D] and two statistics for each query head
+            unit = c_sequence * kv_heads + c_head
+            partial = pointer(row, PARTIAL, tl.float32) + unit.to(tl.int64) * splits * G * D
+            statistics = pointer(row, STATISTICS, tl.float32) + unit * splits * G * 2
+            tl.store(partial + c_split * G * D + o_out, acc)
+            tl.store(statistics + c_split * G * 2 + o_g, top)
+            tl.store(statistics + c_split * G * 2 + G + o_g, total)
+            tl.debug_barrier()
+            arrived = pointer(row, ARRIVED, tl.int32) + unit * 32
+            before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
+            if before == active - 1:
+                tl.debug_barrier()
+                top = tl.full([G], float("-inf"), tl.float32)
+                for split in range(0, active):
+                    top = tl.maximum(top, tl.load(statistics + split * G * 2 + o_g))
+                total = tl.zeros([G], tl.float32)
+                acc = tl.zeros([G, D], tl.float32)
+                for split in range(0, active):
+                    weight = tl.exp2(tl.load(statistics + split * G * 2 + o_g) - top)
+                    total += weight * tl.load(statistics + split * G * 2 + G + o_g)
+                    acc += weight[:, None] * tl.load(partial + split * G * D + o_out)
+                tl.store(out + o_out, (acc / total[:, None]).to(CONFIG.element), mask=m_g)
+                tl.store(arrived, 0)
+
+
+def split_count(batch: int, kv_heads: int, max_length: int, kv_block: int, workers: int) -> int:
+    """Splits of the KV positions: enough tasks for all workers, none shorter than one KV block."""
+    return max(1, min(workers // (batch * kv_heads), -(-max_length // kv_block)))
+
+
+def tile(op: Operator, tiling: Tiling) -> TiledOperator:
+    config = tiling.config
+    batch, kv_heads, group = tiling.symbols["B"], op.attrs["kv_heads"], op.attrs["group"]
+    max_length = op.attrs["max_length"]
+    splits = split_count(batch, kv_heads, max_length, config.kv_block, tiling.workers)
+    width = config.head_dim
+
+    def access(role: str, heads: int) -> Access:
+        spans = (Span.tiles(0, 1), Span.tiles(1, heads * width))
+        return Access(op.tensor(role).name, tiling.shape(op, role), spans)
+
+    return TiledOperator(
+        op.name,
+        op.kind,
+        grid=(batch, kv_heads, splits),
+        reads=(access("qkv", group + 2),),
+        writes=(access("out", group),),
+        tile_bytes=2 * (max_length // splits) * width * config.element.primitive_bitwidth // 8,
+        params=(("splits", splits),),
+    )
+
+
+def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
+    def at(role: str) -> torch.Tensor:
+        return buffers[op.tensor(role).name]
+
+    pointers = ("qkv", "q_norm", "k_norm", "cos", "sin", "positions", "k_cache", "v_cache", "block_table", "out",
+                "partial", "statistics", "arrived")  # fmt: skip
+    page_size = at("k_cache").shape[2]
+    return {
+        "qkv_stride": at("qkv").stride(0),
+        "block_table_stride": at("block_table").stride(0),
+        "out_stride": at("out").stride(0),
+        "page_shift": page_size.bit_length() - 1,
+        "kv_heads": op.attrs["kv_heads"],
+        "group": op.attrs["group"],
+        "splits": tiled.param("splits"),
+        **{role: at(role).data_ptr() for role in pointers},
+    }
+
+
+def oracle(inputs: dict[str, torch.Tensor], kv_heads: int, group: int, eps: float) -> dict[str, torch.Tensor]:
+    """The operator in torch for sequences whose earlier keys and values are given as dense lists.
+
+    Args:
+        inputs: qkv [B, kv_heads * (group + 2) * D]; q_norm, k_norm [D]; cos, sin [B, D] of each position;
+            keys, values: lists of B tensors [kv_heads, length, D].
+    Returns:
+        out [B, kv_heads * group * D]; new_key, new_value [B, kv_heads, D].
+    """
+    batch = inputs["qkv"].shape[0]
+    qkv = inputs["qkv"].view(batch, kv_heads, group + 2, -1)
+    cos, sin = inputs["cos"][:, None, None], inputs["sin"][:, None, None]
+
+    def prepare(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+        left, right = x.chunk(2, -1)
+        return x * cos + torch.cat((-right, left), -1) * sin
+
+    q, new_key = prepare(qkv[:, :, :group], inputs["q_norm"]), prepare(qkv[:, :, group:-1], inputs["k_norm"])[:, :, 0]
+    new_value = qkv[:, :, -1]
+    out = []
+    for b in range(batch):
+        keys = torch.cat((inputs["keys"][b], new_key[b][:, None]), 1)
+        values = torch.cat((inputs["values"][b], new_value[b][:, None]), 1)
+        weights = torch.softmax(q[b] @ keys.transpose(1, 2) * q.shape[-1] ** -0.5, -1)
+        out.append((weights @ values).reshape(-1))
+    return {"out": torch.stack(out), "new_key": new_key, "new_value": new_value}
+
+
+ATTENTION = TaskKind("attention", attention_body, tile, FIELDS, row, oracle)
