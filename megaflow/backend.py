@@ -8,6 +8,8 @@ GPU; where somebody (transformers, for one) has imported Triton before, its libr
 import importlib
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -22,12 +24,20 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
 import triton
 import triton.language as tl
 
-jit = triton.jit
-
 
 def interpreted() -> bool:
     """Whether kernels defined in this process run in Triton's interpreter (one worker, on the CPU)."""
     return type(tl.sum).__name__ == "InterpretedFunction"
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """A Triton function that other Triton functions call; launched kernels use triton.jit itself.
+
+    In the interpreter a call through triton.jit patches Triton's language modules again each time, which costs
+    more than most functions here do. The kernel has patched them already, so the rewritten function is enough.
+    """
+    decorated = triton.jit(function)
+    return decorated.rewrite() if interpreted() else decorated
 
 
 def kernel_device(device: str | torch.device | None = None) -> torch.device:

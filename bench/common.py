@@ -1,0 +1,90 @@
+"""What the benchmarks share: real geometries with random weights, timing, and a record of where it ran."""
+
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+import triton
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+# hidden, intermediate, layers, heads, KV heads, tied embeddings; head_dim 128 and vocabulary 151936 in all
+GEOMETRIES = {
+    "Qwen3-0.6B": (1024, 3072, 28, 16, 8, True),
+    "Qwen3-4B": (2560, 9728, 36, 32, 8, True),
+    "Qwen3-8B": (4096, 12288, 36, 32, 8, False),
+}
+
+
+def qwen3_config(name: str) -> Qwen3Config:
+    """The configuration of a published Qwen3 model, without an eos token."""
+    hidden, intermediate, layers, heads, kv_heads, tied = GEOMETRIES[name]
+    return Qwen3Config(
+        vocab_size=151936,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=128,
+        tie_word_embeddings=tied,
+        max_position_embeddings=40960,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+
+
+def random_model(name: str, seed: int = 0) -> Qwen3ForCausalLM:
+    """A transformers model of that geometry with random bfloat16 weights, made on the GPU."""
+    torch.manual_seed(seed)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            model = Qwen3ForCausalLM(qwen3_config(name)).eval()
+    finally:
+        torch.set_default_dtype(before)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def median_ms(run: Callable[[], object], repeats: int) -> float:
+    """Median wall-clock milliseconds of `run`, synchronised, after one warm-up call."""
+    run()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a large device-to-device copy, read and written bytes counted."""
+    source = torch.empty(2**32, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (median_ms(lambda: target.copy_(source), 5) / 1e3)
+
+
+def environment() -> dict[str, Any]:
+    """Device, versions and commit, for the record."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "commit": commit or "unknown",
+    }
