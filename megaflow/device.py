@@ -9,6 +9,7 @@ wait waits, and the kernel runs to its end with results that nobody will read.
 """
 
 from megaflow.backend import interpreted, jit, tl
+from megaflow.records import NEED0, NEED1, PREVIOUS, TASK, WAIT0, WAIT1
 
 INTERPRETED = tl.constexpr(interpreted())
 
@@ -71,6 +72,13 @@ setp.eq.u32 p, tid, 0;
 @p red.release.gpu.global.add.s32 [$1], $2;
 }""")
 
+_PREFETCH = tl.constexpr("""{
+.reg .pred p;
+mov.u32 $0, 0;
+setp.ne.u32 p, $2, 0;
+@p prefetch.global.L2 [$1];
+}""")
+
 
 @jit
 def report(control, task, event, seen, wanted):
@@ -100,6 +108,33 @@ def wait(events, event, wanted, control, task, timeout_ns):
             pack=1,
         )
         tl.debug_barrier()
+
+
+@jit
+def await_inputs(inputs):
+    """Wait for a task's events, as its body does once before it reads what other tasks wrote.
+
+    Tasks of the ready queue have nothing to wait for. `inputs` is what the kernel passed to the body.
+    """
+    record, epoch, dynamic, events, control, timeout_ns = inputs
+    if dynamic == 0:
+        event0 = tl.load(record + WAIT0)
+        event1 = tl.load(record + WAIT1)
+        task = tl.load(record + TASK)
+        if event0 >= 0:
+            wanted = tl.load(record + NEED0) * (epoch - tl.load(record + PREVIOUS))
+            wait(events, event0, wanted, control, task, timeout_ns)
+        if event1 >= 0:
+            wait(events, event1, tl.load(record + NEED1) * epoch, control, task, timeout_ns)
+
+
+@jit
+def prefetch(pointers, mask):
+    """Start to bring the 128-byte lines at `pointers` into the L2 cache; nothing is waited for."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            _PREFETCH, "=r,l,r", [pointers, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @jit

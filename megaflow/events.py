@@ -8,6 +8,7 @@ joined, so an event may stand for more tiles than a consumer needs, never for fe
 writes these maps by hand; here they follow from the regions.)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -95,11 +96,6 @@ class Edge:
             NONE not in a.producer and len(np.setdiff1d(a.producer, a.consumer)) == 0 for a in self.axes
         )
 
-    @property
-    def full(self) -> bool:
-        """Whether every consumer tile waits for every producer tile."""
-        return self.covers and all(a.count == 1 and NONE not in a.consumer for a in self.axes)
-
     def notified(self, coordinates: np.ndarray) -> np.ndarray:
         """Event index that each producer tile (int [tiles, 3]) notifies, NONE for none."""
         return self._index([a.producer[coordinates[:, i]] for i, a in enumerate(self.axes)])
@@ -119,7 +115,7 @@ class Edge:
 
 
 def derive_edge(
-    producer: int, consumer: int, operators: list[TiledOperator], conflicts: list[tuple[Access, Access]]
+    producer: int, consumer: int, operators: Sequence[TiledOperator], conflicts: list[tuple[Access, Access]]
 ) -> Edge | None:
     """The edge between two operators, or None if none of their tiles conflict.
 

@@ -1,28 +1,14 @@
 """The persistent kernel: one resident program per worker, from the first task of a launch to the last.
 
-Static mode takes tasks from the worker's own queue and waits for each task's events. Dynamic mode takes ready
+Static mode takes tasks from the worker's own queue; a task's body waits for its events when it needs what they
+stand for, so that it can fetch what does not depend on them before (device.await_inputs). Dynamic mode takes ready
 tasks from a global queue; the worker whose notify completes an event pushes the tasks that waited for it. Both
 are run-time branches of the one compiled kernel. What tasks compute comes in as a constexpr tuple of bodies.
 """
 
 from megaflow.backend import jit, tl, triton
 from megaflow.device import ABORT, CLOSED, EPOCH, HEAD, LEFT, STEPS_DONE, STOP_STEP, TAIL, notify, pop, push, wait
-from megaflow.records import (
-    C0,
-    C1,
-    C2,
-    KIND,
-    NEED0,
-    NEED1,
-    NOTIFY0,
-    NOTIFY1,
-    OPERATOR,
-    PREVIOUS,
-    RECORD_WIDTH,
-    TASK,
-    WAIT0,
-    WAIT1,
-)
+from megaflow.records import C0, C1, C2, KIND, NOTIFY0, NOTIFY1, OPERATOR, RECORD_WIDTH
 
 RECORD = tl.constexpr(RECORD_WIDTH)
 
@@ -106,19 +92,10 @@ def megakernel(
         c2 = tl.load(record + C2)
         notify0 = tl.load(record + NOTIFY0)
         notify1 = tl.load(record + NOTIFY1)
-        if dynamic == 0:
-            wait0 = tl.load(record + WAIT0)
-            wait1 = tl.load(record + WAIT1)
-            number = tl.load(record + TASK)
-            if wait0 >= 0:
-                wanted = tl.load(record + NEED0) * (epoch - tl.load(record + PREVIOUS))
-                wait(events, wait0, wanted, control, number, timeout_ns)
-            if wait1 >= 0:
-                wait(events, wait1, tl.load(record + NEED1) * epoch, control, number, timeout_ns)
-
+        inputs = (record, epoch, dynamic, events, control, timeout_ns)
         for index in tl.static_range(len(BODIES)):
             if kind == index:
-                BODIES[index](row, c0, c1, c2, step, CONFIG)
+                BODIES[index](row, c0, c1, c2, step, inputs, CONFIG)
 
         if dynamic:
             if notify0 >= 0:

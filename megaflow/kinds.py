@@ -28,6 +28,7 @@ class KernelConfig:
         rows: weight rows of a sub-tile, a power of two up to 64.
         k_blocks: 64-column weight blocks that one iteration of the product takes, a power of two.
         stages: depth of the load pipeline in the product.
+        prefetch: weight blocks along a row that a task brings into the L2 cache while it waits for its inputs.
         head_dim: of attention, a power of two.
         group: query heads per KV head, padded to a power of two of at least 16 (a tensor-core tile).
         kv_block: KV positions that attention takes at once.
@@ -39,6 +40,7 @@ class KernelConfig:
     rows: int
     k_blocks: int
     stages: int
+    prefetch: int
     head_dim: int
     group: int
     kv_block: int
@@ -75,7 +77,8 @@ class TaskKind:
 
     Attributes:
         name: as operators name it.
-        body: Triton function (row, c0, c1, c2, step, CONFIG): computes the tile at grid point (c0, c1, c2).
+        body: Triton function (row, c0, c1, c2, step, inputs, CONFIG): computes the tile at grid point
+            (c0, c1, c2); it calls device.await_inputs(inputs) once, before it reads other tasks' results.
         tile: cuts an operator into tiles.
         fields: names of the fields of the operator's row, in order; at most ROW_WIDTH.
         row: the value of each field: pointers, sizes, strides in elements.

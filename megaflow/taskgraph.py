@@ -14,6 +14,7 @@ import numpy as np
 
 from megaflow.errors import PlanError
 from megaflow.events import NONE, Edge, derive_edge
+from megaflow.orders import KnownOrders
 from megaflow.regions import Access, TiledOperator
 
 MAX_WAITS = 2
@@ -111,46 +112,20 @@ def _covers(access: Access, grid: tuple[int, ...]) -> bool:
     return True
 
 
-class Orders:
-    """Which operators are known to come wholly before which, as bit masks over operator indices.
-
-    `after_all[c]` holds p if every tile of c runs after every tile of p; `after_each[c]` holds p if every tile of
-    p runs before some tile of c. From c after all of x, and x after each of p, follows c after all of p.
-    """
-
-    def __init__(self) -> None:
-        self.after_all: list[int] = []
-        self.after_each: list[int] = []
-
-    def add(self, edges: Sequence[Edge]) -> None:
-        """Record the next operator with the edges that end in it."""
-        every = each = 0
-        for edge in edges:
-            bit = 1 << edge.producer
-            if edge.full:
-                every |= bit | self.after_each[edge.producer] | self.after_all[edge.producer]
-            if edge.covers:
-                each |= bit | self.after_each[edge.producer] | self.after_all[edge.producer]
-        self.after_all.append(every)
-        self.after_each.append(each | every)
-
-
 def kept_edges(operators: Sequence[TiledOperator]) -> list[list[Edge]]:
-    """For each operator the edges into it that no other edges imply. Raises PlanError beyond MAX_WAITS."""
-    orders = Orders()
-    result: list[list[Edge]] = []
+    """For each operator the edges into it that no other edges imply.
+
+    Raises:
+        PlanError: beyond MAX_WAITS edges, or if the last operator does not depend on all others.
+    """
+    orders = KnownOrders()
+    covered: list[int] = []  # bit p of covered[c]: every tile of p runs before some tile of c
     for index, conflicts in enumerate(program_conflicts(operators)):
         kept: list[Edge] = []
-        implied = 0
         for earlier in sorted(conflicts, reverse=True):
-            if implied >> earlier & 1:
-                continue
-            edge = derive_edge(earlier, index, list(operators), conflicts[earlier])
-            if edge is None:
-                continue
-            kept.append(edge)
-            if edge.full:
-                implied |= orders.after_each[earlier] | orders.after_all[earlier]
+            edge = derive_edge(earlier, index, operators, conflicts[earlier])
+            if edge is not None and not orders.implied(edge, kept):
+                kept.append(edge)
         if len(kept) > MAX_WAITS:
             names = ", ".join(operators[e.producer].name for e in kept)
             raise PlanError(
@@ -158,15 +133,18 @@ def kept_edges(operators: Sequence[TiledOperator]) -> list[list[Edge]]:
                 f"{MAX_WAITS}. Make some of them depend on each other"
             )
         orders.add(kept)
-        result.append(kept)
+        covered.append(0)
+        for edge in kept:
+            if edge.covers:
+                covered[index] |= covered[edge.producer] | 1 << edge.producer
     last = len(operators) - 1
-    unordered = [op.name for i, op in enumerate(operators[:-1]) if not orders.after_each[last] >> i & 1]
+    unordered = [op.name for i, op in enumerate(operators[:-1]) if not covered[last] >> i & 1]
     if unordered:
         raise PlanError(
             f"nothing in the step waits for {unordered[0]} in the end; the last operator ({operators[last].name}) "
             "must depend on all others, so that steps can follow each other"
         )
-    return result
+    return orders.edges
 
 
 def build_task_graph(operators: Sequence[TiledOperator]) -> TaskGraph:

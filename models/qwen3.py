@@ -98,8 +98,9 @@ def linear(g: Graph, name: str, stream: Stream, weight: Tensor, outputs: dict[st
 
 
 def residual(g: Graph, name: str, x: Tensor, weight: Tensor, stream: Stream, gamma: Tensor) -> Stream:
-    """h += weight @ x, and what the RMSNorm with weight `gamma` needs of the new h."""
-    after = Stream(stream.h, stream.normed, Tensor("ssq", (BATCH, RESIDUAL_PARTS), "float32"))
+    """h + weight @ x, and what the RMSNorm with weight `gamma` needs of it."""
+    other = Tensor("h_attended" if stream.h.name == "h" else "h", stream.h.shape, "float32")  # never in place
+    after = Stream(other, stream.normed, Tensor("ssq", (BATCH, RESIDUAL_PARTS), "float32"))
     g.add(
         name,
         "linear",

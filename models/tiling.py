@@ -9,7 +9,7 @@ from megaflow.models.geometry import Geometry
 from megaflow.models.qwen3 import LOGIT_PARTS, RESIDUAL_PARTS
 from megaflow.tasks.linear import row_tiles
 
-TOKEN_TILES = (1, 16, 64)  # one compiled kernel each; a batch takes the first that holds it
+TOKEN_TILES = (1, 16, 32)  # one compiled kernel each; a batch takes the first that holds it
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,19 @@ def kernel_config(model: Geometry, batch: int, device: Device, dtype: str) -> Ke
     """Tile sizes for a batch. Batches over the largest token tile take several tiles of that size."""
     tokens = next((t for t in TOKEN_TILES if t >= batch), TOKEN_TILES[-1])
     if device.interpreted:  # few large tiles: the interpreter's time goes by operations, not by elements
-        rows, k_blocks, stages = 64, 4, 1
+        rows, k_blocks, stages, prefetch = 64, 4, 1, 1
     elif tokens == 1:
-        # narrow models need short tiles to keep all workers busy
-        rows, k_blocks, stages = (4 if model.hidden < 2048 else 8), 8, 4
+        rows, k_blocks, stages, prefetch = 16, 4, 6, 16
     elif tokens == 16:
-        rows, k_blocks, stages = 16, 4, 4
+        rows, k_blocks, stages, prefetch = 16, 4, 4, 16
     else:
-        rows, k_blocks, stages = 32, 2, 3
+        rows, k_blocks, stages, prefetch = 16, 2, 4, 16
     return KernelConfig(
         tokens=tokens,
         rows=rows,
         k_blocks=k_blocks,
         stages=stages,
+        prefetch=prefetch,
         head_dim=model.head_dim,
         group=max(16, 1 << (model.group - 1).bit_length()),
         kv_block=64,

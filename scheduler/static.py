@@ -1,7 +1,7 @@
 """The static schedule: per-worker queues, filled on the host, operator by operator in program order.
 
-Each tile goes to the worker that will have read the fewest bytes so far; the balance carries over from one
-operator to the next. A wait is dropped where an earlier task in the same queue has already waited for it.
+Each operator's tiles are dealt out evenly; where they do not divide, the workers that have read the fewest bytes
+so far get one more, so the balance carries over from one operator to the next. A wait is dropped where an earlier task in the same queue has already waited for it.
 """
 
 from collections.abc import Mapping
@@ -13,18 +13,18 @@ from megaflow.plan import Plan, make_records
 from megaflow.taskgraph import TaskGraph
 
 
-def spread(loads: np.ndarray, tiles: int, cost: int) -> np.ndarray:
-    """Give `tiles` tasks of equal `cost` to workers, each to the least loaded one (the first among equals).
+def spread(loads: np.ndarray, tiles: int) -> np.ndarray:
+    """Give `tiles` equal tasks to workers in equal numbers, and one more to the least loaded as needed.
+
+    The workers meet again at the end of each operator, so nobody gets two more than another, whatever the loads.
 
     Args:
         loads: int64 [W], what each worker has already.
     Returns:
         int64 [tiles], the worker of each tile.
     """
-    # worker w's j-th new tile would find it at loads[w] + j * cost; the `tiles` lowest of these are taken
-    rounds = min(tiles, -(-tiles // len(loads)) + int(np.ptp(loads)) // cost + 1)
-    start = loads[None, :] + np.arange(rounds, dtype=np.int64)[:, None] * cost
-    return np.argsort(start, axis=None, kind="stable")[:tiles] % len(loads)
+    least_loaded = np.argsort(loads, kind="stable")
+    return np.resize(least_loaded, tiles)
 
 
 def assign_workers(graph: TaskGraph, workers: int) -> np.ndarray:
@@ -33,7 +33,7 @@ def assign_workers(graph: TaskGraph, workers: int) -> np.ndarray:
     chosen = []
     for op in graph.operators:
         cost = max(op.tile_bytes, 1)
-        chosen.append(spread(loads, op.tiles, cost))
+        chosen.append(spread(loads, op.tiles))
         loads += np.bincount(chosen[-1], minlength=workers) * cost
         loads -= loads.min()
     return np.concatenate(chosen)

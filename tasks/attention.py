@@ -10,6 +10,7 @@ from the live length at run time; the others return at once.
 import torch
 
 from megaflow.backend import jit, tl
+from megaflow.device import await_inputs, prefetch
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, TaskKind, Tiling
 from megaflow.regions import Access, Span, TiledOperator
@@ -22,66 +23,106 @@ FIELDS = ("qkv", "qkv_stride", "q_norm", "k_norm", "cos", "sin", "positions", "k
  BLOCK_TABLE_STRIDE, PAGE_SHIFT, KV_HEADS, GROUP, SPLITS, OUT, OUT_STRIDE,
  PARTIAL, STATISTICS, ARRIVED) = map(tl.constexpr, range(len(FIELDS)))  # fmt: skip
 
+LINE = tl.constexpr(64)  # elements of a 128-byte line
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @jit
-def norm_rope(p_x, o_d, mask, weight, cos, sin, CONFIG: tl.constexpr):
-    """RMSNorm and rotary embedding (rotate-half convention) of vectors: p_x points at [..., head_dim] starts.
+def norm_rope(p_x, o_d, mask, weight, pair_weight, cos, sin, CONFIG: tl.constexpr):
+    """RMSNorm and rotary embedding (rotate-half convention) of vectors: p_x points at [n, 1] starts.
 
-    `o_d`, `mask`, `cos`, `sin` and the result are [n, head_dim]; cos and sin are of the position.
+    `o_d`, `mask` and the result are [n, head_dim]; weights, cos and sin are [1, head_dim], those of the position.
     """
     D: tl.constexpr = CONFIG.head_dim
-    o_pair = (o_d + D // 2) % D
     x = tl.load(p_x + o_d, mask=mask, other=0.0)
-    pair = tl.load(p_x + o_pair, mask=mask, other=0.0)
+    pair = tl.load(p_x + (o_d + D // 2) % D, mask=mask, other=0.0)
     scale = tl.rsqrt(tl.sum(x * x, 1) / D + CONFIG.eps)[:, None]
-    x = x * scale * tl.load(weight + o_d)
-    pair = pair * scale * tl.load(weight + o_pair)
-    return x * cos + tl.where(o_d < D // 2, -pair, pair) * sin
+    return x * scale * weight * cos + tl.where(o_d < D // 2, -pair, pair) * scale * pair_weight * sin
 
 
 @jit
-def attention_body(row, c_sequence, c_head, c_split, step, CONFIG: tl.constexpr):
+def slots(table, positions, mask, page_shift, kv_heads, c_head, CONFIG: tl.constexpr):
+    """Offsets of the given positions' vectors in a paged cache [pages, kv_heads, page_size, head_dim]."""
+    page = tl.load(table + (positions >> page_shift), mask=mask, other=0).to(tl.int64)
+    within = positions & ((1 << page_shift) - 1)
+    return (((page * kv_heads + c_head) << page_shift) + within) * CONFIG.head_dim
+
+
+@jit
+def append(row, qkv, group, slot, weight, pair_weight, cos, sin, CONFIG: tl.constexpr):
+    """Write the new position's key and value to their slot of the cache."""
+    D: tl.constexpr = CONFIG.head_dim
+    o_d = tl.arange(0, D)
+    p_k = qkv + ((tl.arange(0, 1) + group) * D)[:, None]
+    k = norm_rope(p_k, o_d[None, :], (o_d >= 0)[None, :], weight, pair_weight, cos, sin, CONFIG)
+    v = tl.load(qkv + (group + 1) * D + o_d)
+    tl.store(pointer(row, K_CACHE, CONFIG.element) + slot + o_d[None, :], k.to(CONFIG.element))
+    tl.store(pointer(row, V_CACHE, CONFIG.element) + slot + o_d, v.to(CONFIG.element))
+
+
+@jit
+def combine(row, unit, splits, active, out, o_out, mask, CONFIG: tl.constexpr):
+    """Add up the splits' partial sums in the order of the splits and write the normalised result."""
+    D: tl.constexpr = CONFIG.head_dim
+    G: tl.constexpr = CONFIG.group
+    o_g = tl.arange(0, G)
+    partial = pointer(row, PARTIAL, tl.float32) + unit.to(tl.int64) * splits * G * D
+    statistics = pointer(row, STATISTICS, tl.float32) + unit * splits * G * 2
+    top = tl.full([G], float("-inf"), tl.float32)
+    for split in range(0, active):
+        top = tl.maximum(top, tl.load(statistics + split * G * 2 + o_g))
+    total = tl.zeros([G], tl.float32)
+    acc = tl.zeros([G, D], tl.float32)
+    for split in range(0, active):
+        weight = tl.exp2(tl.load(statistics + split * G * 2 + o_g) - top)
+        total += weight * tl.load(statistics + split * G * 2 + G + o_g)
+        acc += weight[:, None] * tl.load(partial + split * G * D + o_out, mask=mask, other=0.0)
+    tl.store(out + o_out, (acc / total[:, None]).to(CONFIG.element), mask=mask)
+
+
+@jit
+def attention_body(row, c_sequence, c_head, c_split, step, inputs, CONFIG: tl.constexpr):
     D: tl.constexpr = CONFIG.head_dim
     G: tl.constexpr = CONFIG.group
     S: tl.constexpr = CONFIG.kv_block
     group = number(row, GROUP)
     splits = number(row, SPLITS)
+    kv_heads = number(row, KV_HEADS)
+    page_shift = number(row, PAGE_SHIFT)
+    k_cache = pointer(row, K_CACHE, CONFIG.element)
+    v_cache = pointer(row, V_CACHE, CONFIG.element)
+    table = pointer(row, BLOCK_TABLE, tl.int32) + c_sequence * number(row, BLOCK_TABLE_STRIDE)
     position = tl.load(pointer(row, POSITIONS, tl.int32) + c_sequence)
     length = position + 1
     chunk = ((length + splits - 1) // splits + S - 1) // S * S
     active = (length + chunk - 1) // chunk
+    start = c_split * chunk
+    stop = tl.minimum(start + chunk, length)
+    o_g = tl.arange(0, G)
+    o_d = tl.arange(0, D)
+    o_pair = (o_d + D // 2) % D
+    cos = tl.load(pointer(row, COS, tl.float32) + position * D + o_d)[None, :]
+    sin = tl.load(pointer(row, SIN, tl.float32) + position * D + o_d)[None, :]
+    q_weight = tl.load(pointer(row, Q_NORM, tl.float32) + o_d)[None, :]
+    q_pair_weight = tl.load(pointer(row, Q_NORM, tl.float32) + o_pair)[None, :]
+    o_s = start + tl.arange(0, S)
+    slot = slots(table, o_s, o_s < stop, page_shift, kv_heads, c_head, CONFIG)
+    lines = slot[:, None] + tl.arange(0, D // LINE)[None, :] * LINE
+    prefetch(k_cache + lines, (o_s < position)[:, None])
+    prefetch(v_cache + lines, (o_s < position)[:, None])
+    await_inputs(inputs)
+
     if c_split < active:
-        start = c_split * chunk
-        stop = tl.minimum(start + chunk, length)
-        o_g = tl.arange(0, G)
-        o_d = tl.arange(0, D)
         m_g = (o_g < group)[:, None] & (o_d >= 0)[None, :]
         qkv = pointer(row, QKV, tl.float32) + c_sequence * number(row, QKV_STRIDE) + c_head * (group + 2) * D
-        cos = tl.load(pointer(row, COS, tl.float32) + position * D + o_d)[None, :]
-        sin = tl.load(pointer(row, SIN, tl.float32) + position * D + o_d)[None, :]
-        q_norm = pointer(row, Q_NORM, tl.float32)
         o_gd = tl.broadcast_to(o_d[None, :], (G, D))
-        q = norm_rope(qkv + (o_g * D)[:, None], o_gd, m_g, q_norm, cos, sin, CONFIG)
+        q = norm_rope(qkv + (o_g * D)[:, None], o_gd, m_g, q_weight, q_pair_weight, cos, sin, CONFIG)
         q = (q * (LOG2E * D**-0.5)).to(CONFIG.element)
-
-        k_cache = pointer(row, K_CACHE, CONFIG.element)
-        v_cache = pointer(row, V_CACHE, CONFIG.element)
-        table = pointer(row, BLOCK_TABLE, tl.int32) + c_sequence * number(row, BLOCK_TABLE_STRIDE)
-        page_shift = number(row, PAGE_SHIFT)
-        page_mask = (1 << page_shift) - 1
-        kv_heads = number(row, KV_HEADS)
         if c_split == active - 1:
-            o_1 = tl.arange(0, 1)
-            k_norm = pointer(row, K_NORM, tl.float32)
-            p_k = qkv + ((o_1 + group) * D)[:, None]
-            k_new = norm_rope(p_k, o_d[None, :], (o_d >= 0)[None, :], k_norm, cos, sin, CONFIG)
-            v_new = tl.load(qkv + (group + 1) * D + o_d)
-            page = tl.load(table + (position >> page_shift)).to(tl.int64)
-            slot = (((page * kv_heads + c_head) << page_shift) + (position & page_mask)) * D
-            tl.store(k_cache + slot + o_d[None, :], k_new.to(CONFIG.element))
-            tl.store(v_cache + slot + o_d, v_new.to(CONFIG.element))
+            k_weight = tl.load(pointer(row, K_NORM, tl.float32) + o_d)[None, :]
+            k_pair_weight = tl.load(pointer(row, K_NORM, tl.float32) + o_pair)[None, :]
+            new_slot = slots(table, position, position >= 0, page_shift, kv_heads, c_head, CONFIG)
+            append(row, qkv, group, new_slot, k_weight, k_pair_weight, cos, sin, CONFIG)
             tl.debug_barrier()  # the loop below reads this position from the cache
 
         top = tl.full([G], float("-inf"), tl.float32)
@@ -90,18 +131,17 @@ def attention_body(row, c_sequence, c_head, c_split, step, CONFIG: tl.constexpr)
         for first in range(start, stop, S):
             o_s = first + tl.arange(0, S)
             m_s = o_s < stop
-            page = tl.load(table + (o_s >> page_shift), mask=m_s, other=0).to(tl.int64)
-            slot = (((page * kv_heads + c_head) << page_shift) + (o_s & page_mask)) * D
+            slot = slots(table, o_s, m_s, page_shift, kv_heads, c_head, CONFIG)
             p_k = tl.multiple_of(k_cache + slot[None, :] + o_d[:, None], (16, 1))
             p_v = tl.multiple_of(v_cache + slot[:, None] + o_d[None, :], (1, 16))
             k = tl.load(p_k, mask=m_s[None, :], other=0.0)
+            v = tl.load(p_v, mask=m_s[:, None], other=0.0)
             scores = tl.dot(q, k, input_precision="ieee")
             scores = tl.where(m_s[None, :], scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
             p = tl.exp2(scores - new_top[:, None])
             fade = tl.exp2(top - new_top)
             total = total * fade + tl.sum(p, 1)
-            v = tl.load(p_v, mask=m_s[:, None], other=0.0)
             acc = tl.dot(p.to(CONFIG.element), v, acc * fade[:, None], input_precision="ieee")
             top = new_top
 
@@ -110,28 +150,18 @@ def attention_body(row, c_sequence, c_head, c_split, step, CONFIG: tl.constexpr)
         if active == 1:
             tl.store(out + o_out, (acc / total[:, None]).to(CONFIG.element), mask=m_g)
         else:
-            # workspace [sequence, head, split, group, D] and two statistics for each query head
+            # workspace [sequence, head, split, group, D], and two statistics for each query head
             unit = c_sequence * kv_heads + c_head
             partial = pointer(row, PARTIAL, tl.float32) + unit.to(tl.int64) * splits * G * D
             statistics = pointer(row, STATISTICS, tl.float32) + unit * splits * G * 2
-            tl.store(partial + c_split * G * D + o_out, acc)
+            tl.store(partial + c_split * G * D + o_out, acc, mask=m_g)
             tl.store(statistics + c_split * G * 2 + o_g, top)
             tl.store(statistics + c_split * G * 2 + G + o_g, total)
             tl.debug_barrier()
             arrived = pointer(row, ARRIVED, tl.int32) + unit * 32
-            before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
-            if before == active - 1:
+            if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == active - 1:
                 tl.debug_barrier()
-                top = tl.full([G], float("-inf"), tl.float32)
-                for split in range(0, active):
-                    top = tl.maximum(top, tl.load(statistics + split * G * 2 + o_g))
-                total = tl.zeros([G], tl.float32)
-                acc = tl.zeros([G, D], tl.float32)
-                for split in range(0, active):
-                    weight = tl.exp2(tl.load(statistics + split * G * 2 + o_g) - top)
-                    total += weight * tl.load(statistics + split * G * 2 + G + o_g)
-                    acc += weight[:, None] * tl.load(partial + split * G * D + o_out)
-                tl.store(out + o_out, (acc / total[:, None]).to(CONFIG.element), mask=m_g)
+                combine(row, unit, splits, active, out, o_out, m_g, CONFIG)
                 tl.store(arrived, 0)
 
 

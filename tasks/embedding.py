@@ -3,6 +3,7 @@
 import torch
 
 from megaflow.backend import jit, tl
+from megaflow.device import await_inputs
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, TaskKind, Tiling
 from megaflow.regions import Access, Span, TiledOperator
@@ -19,10 +20,11 @@ CHUNK = tl.constexpr(1024)  # columns at a time
 
 
 @jit
-def embedding_body(row, c_token, c_unused1, c_unused2, step, CONFIG: tl.constexpr):
+def embedding_body(row, c_token, c_unused1, c_unused2, step, inputs, CONFIG: tl.constexpr):
     B: tl.constexpr = WEIGHT_BLOCK
     k_blocks = number(row, K_BLOCKS)
     width = number(row, WIDTH)
+    await_inputs(inputs)
     token = tl.load(pointer(row, TOKENS, tl.int32) + c_token)
     token = tl.minimum(tl.maximum(token, 0), number(row, ROWS) - 1)
     weight = pointer(row, WEIGHT, CONFIG.element)

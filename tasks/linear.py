@@ -12,6 +12,7 @@ One task is `run` sub-tiles of CONFIG.rows weight rows, by CONFIG.tokens tokens.
 import torch
 
 from megaflow.backend import jit, tl
+from megaflow.device import await_inputs, prefetch
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, KernelConfig, TaskKind, Tiling
 from megaflow.regions import Access, Span, TiledOperator
@@ -22,13 +23,13 @@ FIELDS = (
     "x", "x_stride", "w", "k_blocks", "rows", "run", "epilogue", "batch",
     "ssq_in", "ssq_in_stride", "parts", "norm_width",
     "out", "out_stride",
-    "h", "h_stride", "gamma", "ssq_out", "ssq_out_stride",
+    "h", "h_out", "h_stride", "gamma", "ssq_out", "ssq_out_stride",
     "best_value", "best_index", "best_stride",
 )  # fmt: skip
 (X, X_STRIDE, W, K_BLOCKS, ROWS, RUN, EPILOGUE, BATCH,
  SSQ_IN, SSQ_IN_STRIDE, PARTS, NORM_WIDTH,
  OUT, OUT_STRIDE,
- H, H_STRIDE, GAMMA, SSQ_OUT, SSQ_OUT_STRIDE,
+ H, H_OUT, H_STRIDE, GAMMA, SSQ_OUT, SSQ_OUT_STRIDE,
  BEST_VALUE, BEST_INDEX, BEST_STRIDE) = map(tl.constexpr, range(len(FIELDS)))  # fmt: skip
 
 EPILOGUES = ("store", "residual", "silu", "logits")
@@ -40,57 +41,68 @@ LONGEST_RUN = 32
 
 
 @jit
-def tile_product(x, x_stride, w, k_blocks, first_row, o_t, m_t, CONFIG: tl.constexpr):
-    """W[first_row : first_row + rows] @ x[o_t].T as float32 [rows, tokens]; rows lie in one weight block."""
+def multiply(acc, x, x_stride, w, k, k_blocks, o_t, m_t, CONFIG: tl.constexpr):
+    """Add the product of weight blocks k to k + KB (of one sub-tile, at w) and the input's same columns to acc.
+
+    One token: multiply and add in registers, acc is [KB, rows, 64]. Several: KB products side by side on the
+    tensor cores, so that each warp has its own part of K; acc is [KB, rows, tokens].
+    """
     B: tl.constexpr = WEIGHT_BLOCK
     KB: tl.constexpr = CONFIG.k_blocks
-    R: tl.constexpr = CONFIG.rows
     T: tl.constexpr = CONFIG.tokens
-    o_k = tl.arange(0, KB)
-    o_n = tl.arange(0, R)
+    o_k = k + tl.arange(0, KB)
+    o_n = tl.arange(0, CONFIG.rows)
     o_c = tl.arange(0, B)
-    w += (first_row // B).to(tl.int64) * k_blocks * (B * B) + (first_row % B) * B
-    w_offsets = o_k[:, None, None] * (B * B) + o_n[None, :, None] * B + o_c[None, None, :]
+    m_k = o_k < k_blocks
+    p_w = w + (o_k[:, None, None] * (B * B) + o_n[None, :, None] * B + o_c[None, None, :])
+    wt = tl.load(tl.multiple_of(p_w, (1, 1, 16)), mask=m_k[:, None, None], other=0.0)
     if T == 1:
-        # one token: multiply and add in registers, reduce across threads once at the end
-        p_x = x + tl.sum(o_t) * x_stride + o_k[:, None] * B + o_c[None, :]
-        acc = tl.zeros([KB, R, B], tl.float32)
-        for k in tl.range(0, k_blocks, KB, num_stages=CONFIG.stages):
-            m_k = k + o_k < k_blocks
-            p_w = tl.multiple_of(w + k * (B * B) + w_offsets, (1, 1, 16))
-            wt = tl.load(p_w, mask=m_k[:, None, None], other=0.0)
-            xt = tl.load(tl.multiple_of(p_x + k * B, (1, 16)), mask=m_k[:, None], other=0.0)
-            acc += wt.to(tl.float32) * xt.to(tl.float32)[:, None, :]
+        p_x = x + tl.sum(o_t) * x_stride + (o_k[:, None] * B + o_c[None, :])
+        xt = tl.load(tl.multiple_of(p_x, (1, 16)), mask=m_k[:, None], other=0.0)
+        return acc + wt.to(tl.float32) * xt.to(tl.float32)[:, None, :]
+    else:
+        p_x = x + o_t[None, None, :] * x_stride + (o_k[:, None, None] * B + o_c[None, :, None])
+        m_x = m_k[:, None, None] & m_t[None, None, :]
+        xt = tl.load(tl.multiple_of(p_x, (1, 16, 1)), mask=m_x, other=0.0)
+        return tl.dot(wt, xt, acc, input_precision="ieee")
+
+
+@jit
+def empty_product(CONFIG: tl.constexpr):
+    """The accumulator of `multiply`, zero."""
+    KB: tl.constexpr = CONFIG.k_blocks
+    R: tl.constexpr = CONFIG.rows
+    LAST: tl.constexpr = WEIGHT_BLOCK if CONFIG.tokens == 1 else CONFIG.tokens
+    return tl.zeros([KB, R, LAST], tl.float32)
+
+
+@jit
+def reduce_product(acc, CONFIG: tl.constexpr):
+    """float32 [rows, tokens] from the accumulator of `multiply`."""
+    if CONFIG.tokens == 1:
         return tl.sum(tl.sum(acc, 2), 0)[:, None]
     else:
-        # k_blocks independent products side by side: each warp has its own part of K, summed once at the end
-        p_x = x + o_t[None, None, :] * x_stride + o_k[:, None, None] * B + o_c[None, :, None]
-        acc = tl.zeros([KB, R, T], tl.float32)
-        for k in tl.range(0, k_blocks, KB, num_stages=CONFIG.stages):
-            m_k = k + o_k < k_blocks
-            p_w = tl.multiple_of(w + k * (B * B) + w_offsets, (1, 1, 16))
-            wt = tl.load(p_w, mask=m_k[:, None, None], other=0.0)
-            xt = tl.load(
-                tl.multiple_of(p_x + k * B, (1, 16, 1)), mask=m_k[:, None, None] & m_t[None, None, :], other=0.0
-            )
-            acc = tl.dot(wt, xt, acc, input_precision="ieee")
         return tl.sum(acc, 0)
 
 
 @jit
-def norm_scale(row, o_t, m_t, CONFIG: tl.constexpr):
-    """1 / rms of each token, from the partial sums of squares that the producer's tiles left."""
-    parts = number(row, PARTS)
-    width = tl.maximum(number(row, NORM_WIDTH), 1)
-    p_ssq = pointer(row, SSQ_IN, tl.float32) + o_t * number(row, SSQ_IN_STRIDE)
+def squares(row, o_t, m_t, CONFIG: tl.constexpr):
+    """The partial sums of squares that the producer's tiles left, as float32 [tokens, n] with the same sum.
+
+    For one token the last addition, across threads, is left until the product is done: its latency hides there.
+    """
     T: tl.constexpr = CONFIG.tokens
-    PB: tl.constexpr = PART_BLOCK if T == 1 else 64
-    total = tl.zeros([T], tl.float32)
+    PB: tl.constexpr = PART_BLOCK if T == 1 else 32
+    parts = number(row, PARTS)
+    p_ssq = pointer(row, SSQ_IN, tl.float32) + o_t * number(row, SSQ_IN_STRIDE)
+    total = tl.zeros([T, PB], tl.float32)
     for first in range(0, parts, PB):
         o_p = first + tl.arange(0, PB)
-        part = tl.load(p_ssq[:, None] + o_p[None, :], mask=m_t[:, None] & (o_p < parts)[None, :], other=0.0)
-        total += tl.sum(part, 1)
-    return tl.where(parts > 0, tl.rsqrt(total / width + CONFIG.eps), 1.0)
+        total += tl.load(p_ssq[:, None] + o_p[None, :], mask=m_t[:, None] & (o_p < parts)[None, :], other=0.0)
+    if T == 1:
+        return total
+    else:
+        return tl.sum(total, 1)[:, None]
 
 
 @jit
@@ -107,11 +119,13 @@ def store_silu(row, y, first_row, o_t, m_t, CONFIG: tl.constexpr):
 
 @jit
 def add_residual(row, y, o_n, o_t, mask, CONFIG: tl.constexpr):
-    """h += y; out = h * gamma, the next RMSNorm's input. Returns the sum of squares of h by token."""
-    p_h = pointer(row, H, tl.float32) + o_t[None, :] * number(row, H_STRIDE) + o_n[:, None]
-    h = y + tl.load(p_h, mask=mask, other=0.0)
-    tl.debug_barrier()  # small tiles are replicated over threads: all have read h before one writes it
-    tl.store(p_h, h, mask=mask)
+    """h_out = h + y; out = h_out * gamma, the next RMSNorm's input. Returns the sum of squares by token.
+
+    Not in place: small tiles are replicated over threads, and one would write h before another has read it.
+    """
+    h_offsets = o_t[None, :] * number(row, H_STRIDE) + o_n[:, None]
+    h = y + tl.load(pointer(row, H, tl.float32) + h_offsets, mask=mask, other=0.0)
+    tl.store(pointer(row, H_OUT, tl.float32) + h_offsets, h, mask=mask)
     gamma = tl.load(pointer(row, GAMMA, tl.float32) + o_n, mask=o_n < number(row, ROWS), other=0.0)
     p_out = pointer(row, OUT, CONFIG.element) + o_t[None, :] * number(row, OUT_STRIDE) + o_n[:, None]
     tl.store(p_out, (h * gamma[:, None]).to(CONFIG.element), mask=mask)
@@ -119,7 +133,9 @@ def add_residual(row, y, o_n, o_t, mask, CONFIG: tl.constexpr):
 
 
 @jit
-def linear_body(row, c_token, c_row, c_unused, step, CONFIG: tl.constexpr):
+def linear_body(row, c_row, c_token, c_unused, step, inputs, CONFIG: tl.constexpr):
+    B: tl.constexpr = WEIGHT_BLOCK
+    KB: tl.constexpr = CONFIG.k_blocks
     R: tl.constexpr = CONFIG.rows
     T: tl.constexpr = CONFIG.tokens
     rows = number(row, ROWS)
@@ -130,32 +146,48 @@ def linear_body(row, c_token, c_row, c_unused, step, CONFIG: tl.constexpr):
     m_t = o_t < number(row, BATCH)
     x = pointer(row, X, CONFIG.element)
     x_stride = number(row, X_STRIDE)
-    w = pointer(row, W, CONFIG.element)
-    scale = norm_scale(row, o_t, m_t, CONFIG)
+    weight = pointer(row, W, CONFIG.element)
+    parts = number(row, PARTS)
+    width = tl.maximum(number(row, NORM_WIDTH), 1)
+    first = c_row * run * R
+    sub_tiles = tl.minimum(run, (rows - first + R - 1) // R)
+
+    o_k = tl.arange(0, CONFIG.prefetch)
+    w = weight + (first // B).to(tl.int64) * k_blocks * (B * B) + (first % B) * B
+    prefetch(w + (o_k[:, None] * (B * B) + tl.arange(0, R)[None, :] * B), (o_k < k_blocks)[:, None])
+    await_inputs(inputs)
+    sums = squares(row, o_t, m_t, CONFIG)
 
     ssq = tl.zeros([T], tl.float32)
     best = tl.full([T], float("-inf"), tl.float32)
     best_row = tl.zeros([T], tl.int32)
-    first = c_row * run * R
-    sub_tiles = tl.minimum(run, (rows - first + R - 1) // R)
-    for sub_tile in range(0, sub_tiles):
-        first_row = first + sub_tile * R
-        o_n = first_row + tl.arange(0, R)
-        mask = (o_n < rows)[:, None] & m_t[None, :]
-        y = tile_product(x, x_stride, w, k_blocks, first_row, o_t, m_t, CONFIG) * scale[None, :]
-        if epilogue == SILU:
-            store_silu(row, y, first_row, o_t, m_t, CONFIG)
-        elif epilogue == RESIDUAL:
-            ssq += add_residual(row, y, o_n, o_t, mask, CONFIG)
-        else:
-            p_out = pointer(row, OUT, tl.float32) + o_t[None, :].to(tl.int64) * number(row, OUT_STRIDE)
-            tl.store(p_out + o_n[:, None], y, mask=mask)
-            if epilogue == LOGITS:
-                candidate = tl.where(mask, y, float("-inf"))
-                tile_best = tl.max(candidate, 0)
-                tile_row = tl.min(tl.where(candidate == tile_best[None, :], o_n[:, None], rows), 0)
-                best_row = tl.where(tile_best > best, tile_row, best_row)
-                best = tl.maximum(best, tile_best)
+    acc = empty_product(CONFIG)
+    # one loop over all sub-tiles, so that the load pipeline does not run dry between them
+    rounds = (k_blocks + KB - 1) // KB
+    for i in tl.range(0, sub_tiles * rounds, num_stages=CONFIG.stages):
+        first_row = first + i // rounds * R
+        k = i % rounds * KB
+        w = weight + (first_row // B).to(tl.int64) * k_blocks * (B * B) + (first_row % B) * B
+        acc = multiply(acc, x, x_stride, w, k, k_blocks, o_t, m_t, CONFIG)
+        if k + KB >= k_blocks:
+            scale = tl.where(parts > 0, tl.rsqrt(tl.sum(sums, 1) / width + CONFIG.eps), 1.0)
+            y = reduce_product(acc, CONFIG) * scale[None, :]
+            acc = empty_product(CONFIG)
+            o_n = first_row + tl.arange(0, R)
+            mask = (o_n < rows)[:, None] & m_t[None, :]
+            if epilogue == SILU:
+                store_silu(row, y, first_row, o_t, m_t, CONFIG)
+            elif epilogue == RESIDUAL:
+                ssq += add_residual(row, y, o_n, o_t, mask, CONFIG)
+            else:
+                p_out = pointer(row, OUT, tl.float32) + o_t[None, :].to(tl.int64) * number(row, OUT_STRIDE)
+                tl.store(p_out + o_n[:, None], y, mask=mask)
+                if epilogue == LOGITS:
+                    candidate = tl.where(mask, y, float("-inf"))
+                    tile_best = tl.max(candidate, 0)
+                    tile_row = tl.min(tl.where(candidate == tile_best[None, :], o_n[:, None], rows), 0)
+                    best_row = tl.where(tile_best > best, tile_row, best_row)
+                    best = tl.maximum(best, tile_best)
     if epilogue == RESIDUAL:
         tl.store(pointer(row, SSQ_OUT, tl.float32) + o_t * number(row, SSQ_OUT_STRIDE) + c_row, ssq, mask=m_t)
     elif epilogue == LOGITS:
@@ -191,10 +223,10 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
 
     def access(role: str, column: Span | None = None) -> Access:
         shape = tiling.shape(op, role)
-        spans = (Span.tiles(0, config.tokens), column or Span.whole(shape[1]))
+        spans = (Span.tiles(1, config.tokens), column or Span.whole(shape[1]))
         return Access(op.tensor(role).name, shape, spans)
 
-    across = Span.tiles(1, height)
+    across = Span.tiles(0, height)
     reads, writes = [access("x")], []
     params = [("run", height // config.rows), ("batch", tiling.symbols["B"])]
     if "ssq" in op.inputs:
@@ -202,17 +234,17 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
         params.append(("parts", tiling.shape(op, "ssq")[1]))
     if op.attrs["epilogue"] == "residual":
         reads.append(access("h", across))
-        writes += [access("h_out", across), access("out", across), access("ssq_out", Span.tiles(1, 1))]
+        writes += [access("h_out", across), access("out", across), access("ssq_out", Span.tiles(0, 1))]
     elif op.attrs["epilogue"] == "silu":
-        writes.append(access("out", Span.tiles(1, height // 2)))
+        writes.append(access("out", Span.tiles(0, height // 2)))
     else:
         writes.append(access("out", across))
     if op.attrs["epilogue"] == "logits":
-        writes += [access(role, Span.tiles(1, 1)) for role in ("best_value", "best_index")]
+        writes += [access(role, Span.tiles(0, 1)) for role in ("best_value", "best_index")]
     return TiledOperator(
         op.name,
         op.kind,
-        grid=(tiling.token_tiles, -(-rows // height)),
+        grid=(-(-rows // height), tiling.token_tiles),  # the token tiles of one weight tile run side by side
         reads=tuple(reads),
         writes=tuple(writes),
         tile_bytes=height * columns * config.element.primitive_bitwidth // 8,
@@ -247,6 +279,7 @@ def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     if op.attrs["epilogue"] == "residual":
         values |= {
             "h": at("h").data_ptr(),
+            "h_out": at("h_out").data_ptr(),
             "h_stride": at("h").stride(0),
             "gamma": at("gamma").data_ptr(),
             "ssq_out": at("ssq_out").data_ptr(),

@@ -7,6 +7,7 @@ position (number of tokens in the KV cache), whether the sequence has finished, 
 import torch
 
 from megaflow.backend import jit, tl
+from megaflow.device import await_inputs
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, TaskKind, Tiling
 from megaflow.regions import Access, Span, TiledOperator
@@ -22,11 +23,12 @@ MAX_EOS = 16  # end-of-sequence ids that a request can name
 
 
 @jit
-def select_body(row, c_token, c_unused1, c_unused2, step, CONFIG: tl.constexpr):
+def select_body(row, c_token, c_unused1, c_unused2, step, inputs, CONFIG: tl.constexpr):
     parts = number(row, PARTS)
     at = c_token * number(row, BEST_STRIDE)
     p_value = pointer(row, BEST_VALUE, tl.float32) + at
     p_index = pointer(row, BEST_INDEX, tl.int32) + at
+    await_inputs(inputs)
     best = tl.full([PART_BLOCK], float("-inf"), tl.float32)
     index = tl.full([PART_BLOCK], 2147483647, tl.int32)
     for first in range(0, parts, PART_BLOCK):
