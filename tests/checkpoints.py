@@ -1,0 +1,44 @@
+"""Small random Qwen3 models for tests."""
+
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+
+def small_config(**changes: Any) -> Qwen3Config:
+    """A configuration that decodes in about a second a step in the interpreter."""
+    fields = {
+        "vocab_size": 293,
+        "hidden_size": 80,
+        "intermediate_size": 208,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    return Qwen3Config(**(fields | changes))
+
+
+def small_model(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
+    """A float32 model with random weights; norm weights are away from 1, so that a forgotten one shows."""
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(small_config(**changes)).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def reference_tokens(model: Qwen3ForCausalLM, prompt: torch.Tensor, new: int, **options: Any) -> torch.Tensor:
+    """transformers' greedy continuation of one prompt [length], int64 [length + new]."""
+    with torch.no_grad():
+        return model.generate(
+            prompt[None], attention_mask=torch.ones_like(prompt[None]), max_new_tokens=new, do_sample=False, **options
+        )[0]
