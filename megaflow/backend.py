@@ -30,6 +30,13 @@ def interpreted() -> bool:
     return type(tl.sum).__name__ == "InterpretedFunction"
 
 
+if interpreted():
+    from triton.runtime.interpreter import InterpreterOptions, interpreter_builder
+
+    # event counters wrap around by design, which the interpreter would report; it is also a third of its time
+    interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)
+
+
 def jit(function: Callable[..., Any]) -> Any:
     """A Triton function that other Triton functions call; launched kernels use triton.jit itself.
 

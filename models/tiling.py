@@ -30,7 +30,7 @@ class Device:
 H200 = Device(workers=264, tiling_workers=264, interpreted=False)
 # The interpreter runs programs one after another, so there is one worker. Operators are still cut as if there
 # were a few, so that tests see several tiles.
-INTERPRETER = Device(workers=1, tiling_workers=4, interpreted=True)
+INTERPRETER = Device(workers=1, tiling_workers=2, interpreted=True)
 WORKERS_PER_SM = 2
 
 
@@ -46,7 +46,7 @@ def kernel_config(model: Geometry, batch: int, device: Device, dtype: str) -> Ke
     """Tile sizes for a batch. Batches over the largest token tile take several tiles of that size."""
     tokens = next((t for t in TOKEN_TILES if t >= batch), TOKEN_TILES[-1])
     if device.interpreted:  # few large tiles: the interpreter's time goes by operations, not by elements
-        rows, k_blocks, stages, prefetch = 64, 4, 1, 1
+        rows, k_blocks, stages, prefetch = 64, 8, 1, 1
     elif tokens == 1:
         rows, k_blocks, stages, prefetch = 16, 4, 6, 16
     elif tokens == 16:

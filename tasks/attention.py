@@ -71,8 +71,8 @@ def combine(row, unit, splits, active, out, o_out, mask, CONFIG: tl.constexpr):
     top = tl.full([G], float("-inf"), tl.float32)
     for split in range(0, active):
         top = tl.maximum(top, tl.load(statistics + split * G * 2 + o_g))
-    total = tl.zeros([G], tl.float32)
-    acc = tl.zeros([G, D], tl.float32)
+    total = tl.full([G], 0.0, tl.float32)
+    acc = tl.full([G, D], 0.0, tl.float32)
     for split in range(0, active):
         weight = tl.exp2(tl.load(statistics + split * G * 2 + o_g) - top)
         total += weight * tl.load(statistics + split * G * 2 + G + o_g)
@@ -126,8 +126,8 @@ def attention_body(row, c_sequence, c_head, c_split, step, inputs, CONFIG: tl.co
             tl.debug_barrier()  # the loop below reads this position from the cache
 
         top = tl.full([G], float("-inf"), tl.float32)
-        total = tl.zeros([G], tl.float32)
-        acc = tl.zeros([G, D], tl.float32)
+        total = tl.full([G], 0.0, tl.float32)
+        acc = tl.full([G, D], 0.0, tl.float32)
         for first in range(start, stop, S):
             o_s = first + tl.arange(0, S)
             m_s = o_s < stop

@@ -32,7 +32,7 @@ def embedding_body(row, c_token, c_unused1, c_unused2, step, inputs, CONFIG: tl.
     p_h = pointer(row, H, tl.float32) + c_token * number(row, H_STRIDE)
     p_out = pointer(row, OUT, CONFIG.element) + c_token * number(row, OUT_STRIDE)
     gamma = pointer(row, GAMMA, tl.float32)
-    ssq = tl.zeros([CHUNK], tl.float32)
+    ssq = tl.full([CHUNK], 0.0, tl.float32)
     for first in range(0, width, CHUNK):
         o_c = first + tl.arange(0, CHUNK)
         m_c = o_c < width

@@ -73,7 +73,7 @@ def empty_product(CONFIG: tl.constexpr):
     KB: tl.constexpr = CONFIG.k_blocks
     R: tl.constexpr = CONFIG.rows
     LAST: tl.constexpr = WEIGHT_BLOCK if CONFIG.tokens == 1 else CONFIG.tokens
-    return tl.zeros([KB, R, LAST], tl.float32)
+    return tl.full([KB, R, LAST], 0.0, tl.float32)
 
 
 @jit
@@ -95,7 +95,7 @@ def squares(row, o_t, m_t, CONFIG: tl.constexpr):
     PB: tl.constexpr = PART_BLOCK if T == 1 else 32
     parts = number(row, PARTS)
     p_ssq = pointer(row, SSQ_IN, tl.float32) + o_t * number(row, SSQ_IN_STRIDE)
-    total = tl.zeros([T, PB], tl.float32)
+    total = tl.full([T, PB], 0.0, tl.float32)
     for first in range(0, parts, PB):
         o_p = first + tl.arange(0, PB)
         total += tl.load(p_ssq[:, None] + o_p[None, :], mask=m_t[:, None] & (o_p < parts)[None, :], other=0.0)
@@ -158,9 +158,9 @@ def linear_body(row, c_row, c_token, c_unused, step, inputs, CONFIG: tl.constexp
     await_inputs(inputs)
     sums = squares(row, o_t, m_t, CONFIG)
 
-    ssq = tl.zeros([T], tl.float32)
+    ssq = tl.full([T], 0.0, tl.float32)
     best = tl.full([T], float("-inf"), tl.float32)
-    best_row = tl.zeros([T], tl.int32)
+    best_row = tl.full([T], 0, tl.int32)
     acc = empty_product(CONFIG)
     # one loop over all sub-tiles, so that the load pipeline does not run dry between them
     rounds = (k_blocks + KB - 1) // KB
