@@ -1,10 +1,12 @@
 """What the benchmarks share: real geometries with random weights, timing, and a record of where it ran."""
 
+import os
 import platform
 import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,14 +79,24 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / (median_ms(lambda: target.copy_(source), 5) / 1e3)
 
 
+def commit() -> str:
+    """The commit of this checkout, or what MEGAFLOW_COMMIT says; "unknown" where there is no git to ask."""
+    if given := os.environ.get("MEGAFLOW_COMMIT"):
+        return given
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def environment() -> dict[str, Any]:
     """Device, versions and commit, for the record."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
-        "commit": commit or "unknown",
+        "commit": commit(),
     }

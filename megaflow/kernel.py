@@ -6,11 +6,32 @@ tasks from a global queue; the worker whose notify completes an event pushes the
 are run-time branches of the one compiled kernel. What tasks compute comes in as a constexpr tuple of bodies.
 """
 
-from megaflow.backend import jit, tl, triton
-from megaflow.device import ABORT, CLOSED, EPOCH, HEAD, LEFT, STEPS_DONE, STOP_STEP, TAIL, notify, pop, push, wait
+from collections.abc import Sequence
+from typing import Any
+
+from megaflow.backend import interpreted, jit, tl, triton
+from megaflow.device import (
+    ABORT,
+    CLOSED,
+    EPOCH,
+    HEAD,
+    LEFT,
+    STEPS_DONE,
+    STOP_STEP,
+    TAIL,
+    notify,
+    pop,
+    push,
+    wait,
+)
 from megaflow.records import C0, C1, C2, KIND, NOTIFY0, NOTIFY1, OPERATOR, RECORD_WIDTH
 
 RECORD = tl.constexpr(RECORD_WIDTH)
+
+
+def fingerprint(bodies: Sequence[Any]) -> str:
+    """What the compiled kernel depends on besides its own source: the sources of the task bodies."""
+    return "" if interpreted() else "-".join(body.cache_key for body in bodies)
 
 
 @jit
@@ -35,9 +56,17 @@ def signal(
 
 
 @jit
-def stopped(events, final_event, final_need, epoch, step, control, n_tasks, timeout_ns):
+def first_task(queue_offsets, worker):
+    """The first record of a worker's queue, -1 if it is empty."""
+    begin = tl.load(queue_offsets + worker)
+    return tl.where(begin < tl.load(queue_offsets + worker + 1), begin, -1)
+
+
+@jit
+def stopped(events, event_need, final_event, step, control, n_tasks, timeout_ns):
     """Whether all sequences have finished before `step`; waits for the step before to end."""
-    wait(events, final_event, final_need * (epoch - 1), control, n_tasks, timeout_ns)
+    wanted = tl.load(event_need + final_event) * (tl.load(control + EPOCH) + step)
+    wait(events, final_event, wanted, control, n_tasks, timeout_ns)
     stop = tl.load(control + STOP_STEP, volatile=True)
     abort = tl.load(control + ABORT, volatile=True)
     return ((stop != 0) & (step >= stop)) | (abort != 0)
@@ -66,25 +95,20 @@ def megakernel(
     ROW: tl.constexpr,
     BODIES: tl.constexpr,
     CONFIG: tl.constexpr,
+    FINGERPRINT: tl.constexpr,  # of the bodies: Triton's cache knows constexpr functions by name only
 ):
+    # what is live across a task costs registers in every task: epoch and queue bounds are read again when needed
     worker = tl.program_id(0)
-    first_epoch = tl.load(control + EPOCH) + 1
-    final_need = tl.load(event_need + final_event)
-    begin = 0
-    end = 0
     task = -1
     step = 0
     if dynamic:
         task, step = pop(initial, n_initial, queue, n_tasks, n_tasks * steps, control, timeout_ns)
     else:
-        begin = tl.load(queue_offsets + worker)
-        end = tl.load(queue_offsets + worker + 1)
-        if begin < end:
-            task = begin
+        task = first_task(queue_offsets, worker)
 
     while task >= 0:
         record = records + task * RECORD
-        epoch = first_epoch + step
+        epoch = tl.load(control + EPOCH) + 1 + step
         kind = tl.load(record + KIND)
         row = table + tl.load(record + OPERATOR) * ROW
         c0 = tl.load(record + C0)
@@ -111,12 +135,12 @@ def megakernel(
             if notify1 >= 0:
                 notify(events, notify1)
             task += 1
-            if task == end:
-                task = begin
+            if task == tl.load(queue_offsets + worker + 1):
+                task = first_task(queue_offsets, worker)
                 step += 1
                 if step == steps:
                     task = -1
-                elif stopped(events, final_event, final_need, first_epoch + step, step, control, n_tasks, timeout_ns):
+                elif stopped(events, event_need, final_event, step, control, n_tasks, timeout_ns):
                     task = -1
 
     # the last worker to leave prepares the next launch
@@ -125,7 +149,7 @@ def megakernel(
         stop = tl.load(control + STOP_STEP, volatile=True)
         done = tl.where(stop != 0, stop, steps)
         tl.store(control + STEPS_DONE, done)
-        tl.store(control + EPOCH, first_epoch - 1 + done)
+        tl.store(control + EPOCH, tl.load(control + EPOCH) + done)
         tl.store(control + HEAD, 0)
         tl.store(control + TAIL, n_initial)
         tl.store(control + CLOSED, 0)

@@ -85,7 +85,9 @@ class TiledOperator:
         return np.pad(points, ((0, 0), (0, 3 - len(self.grid)))).astype(np.int32)
 
 
-def overlap(producer: Access, producer_grid: tuple[int, ...], consumer: Access, consumer_grid: tuple[int, ...]) -> list[np.ndarray]:
+def overlap(
+    producer: Access, producer_grid: tuple[int, ...], consumer: Access, consumer_grid: tuple[int, ...]
+) -> list[np.ndarray]:
     """For each dimension, bool [producer coordinates, consumer coordinates]: do the two intervals meet?
 
     A tile pair conflicts when every dimension says yes for the coordinates of its axes.

@@ -10,7 +10,7 @@ import torch
 from megaflow.backend import interpreted
 from megaflow.device import ABORT, CONTROL_WORDS, REPORT_WORDS, STEPS_DONE, TAIL
 from megaflow.errors import BackendError, DeadlockError
-from megaflow.kernel import megakernel
+from megaflow.kernel import fingerprint, megakernel
 from megaflow.kinds import ROW_WIDTH, KernelConfig
 from megaflow.plan import Plan
 
@@ -51,6 +51,7 @@ class LoadedPlan:
         self._table = table
         self._control = control
         self._bodies = tuple(bodies)
+        self._fingerprint = fingerprint(bodies)
         self._config = config
         self._timeout_ns = int(timeout_s * 1e9)
         device = table.device
@@ -101,6 +102,7 @@ class LoadedPlan:
                 ROW=ROW_WIDTH,
                 BODIES=self._bodies,
                 CONFIG=self._config,
+                FINGERPRINT=self._fingerprint,
                 **options,
             )
         except RuntimeError as error:

@@ -71,14 +71,14 @@ def read_prompts(input_ids: Prompts, attention_mask: torch.Tensor | None, vocab:
 
 
 def end_tokens(model: "MegaModel", eos: int | list[int] | None, pad: int | None) -> tuple[list[int], int]:
-    """The eos ids and the pad id of a request, from its arguments or the configuration."""
+    """The eos ids and the pad id of a request, from its arguments or the generation configuration."""
     if eos is None:
-        eos = model.config.eos_token_id
+        eos = model.generation_config.eos_token_id
     ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     if len(ends) > MAX_EOS:
         raise InputError(f"{len(ends)} eos token ids; at most {MAX_EOS} are possible")
     if pad is None:
-        pad = model.config.pad_token_id
+        pad = model.generation_config.pad_token_id
     if pad is None:
         pad = ends[0] if ends else 0
     return ends, pad

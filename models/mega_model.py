@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from megaflow.backend import interpreted, kernel_device
-from megaflow.errors import CapacityError, ConfigError, InputError
+from megaflow.errors import CapacityError, CheckpointError, ConfigError, InputError
 from megaflow.models.decoder import Decoder
 from megaflow.models.generation import Prompts, Sampling, generate, read_prompts
 from megaflow.models.geometry import read_geometry
@@ -20,13 +20,14 @@ from megaflow.scheduler import scheduler
 
 LARGEST_BATCH = 128
 STEPS_PER_LAUNCH = 32
+DEFAULT_SEQ_LEN = 2048
 
 
 class MegaModel:
     """A decoder-only model whose decode steps run in one persistent kernel. Use from_hf to make one.
 
     Attributes:
-        config: the transformers configuration.
+        config, generation_config: the transformers configurations.
         geometry: the sizes that follow from it.
         device: where it runs.
         schedule: name of the schedule in use.
@@ -40,7 +41,7 @@ class MegaModel:
         *,
         schedule: str = "static",
         max_batch_size: int = 1,
-        max_seq_len: int = 2048,
+        max_seq_len: int | None = None,
         page_size: int = 64,
         steps_per_launch: int = STEPS_PER_LAUNCH,
         device: str | torch.device | None = None,
@@ -52,7 +53,8 @@ class MegaModel:
             source: a local checkpoint directory, a hub id, or a transformers Qwen3ForCausalLM in memory.
             schedule: "static" (queues made on the host) or "dynamic" (a ready queue on the device).
             max_batch_size: most sequences at once, 1 to 128.
-            max_seq_len: most tokens of a sequence, prompt and generated together.
+            max_seq_len: most tokens of a sequence, prompt and generated together; default 2048, or what the
+                configuration allows if that is less.
             page_size: positions in a page of the KV cache, a power of two of at least 16.
             steps_per_launch: most decode steps that generate runs in one launch.
             device: a CUDA device, or "cpu" for Triton's interpreter; chosen automatically by default.
@@ -72,14 +74,16 @@ class MegaModel:
         source: str | Path | Any,
         schedule: str,
         max_batch_size: int,
-        max_seq_len: int,
+        max_seq_len: int | None,
         page_size: int,
         steps_per_launch: int,
         device: torch.device,
         progress: bool,
     ) -> None:
-        self.config = source.config if hasattr(source, "state_dict") else AutoConfig.from_pretrained(source)
+        self.config, self.generation_config = read_configs(source)
         self.geometry = read_geometry(self.config)
+        if max_seq_len is None:
+            max_seq_len = min(DEFAULT_SEQ_LEN, self.geometry.max_positions)
         if not 1 <= max_batch_size <= LARGEST_BATCH:
             raise ConfigError(f"max_batch_size is {max_batch_size}; it must be 1 to {LARGEST_BATCH}")
         if not 1 <= max_seq_len <= self.geometry.max_positions:
@@ -187,8 +191,8 @@ class MegaModel:
             input_ids: int64 [B, T], or B sequences of token ids of any lengths.
             max_new_tokens: most tokens to generate for each sequence; fewer when all reach an end.
             attention_mask: [B, T], 0 for padding, with a tensor of input_ids.
-            eos_token_id: ends a sequence; default from the configuration, [] for none.
-            pad_token_id: fills up prompts (on the left) and finished sequences; default from the configuration,
+            eos_token_id: ends a sequence; default from the generation configuration, [] for none.
+            pad_token_id: fills up prompts (on the left) and finished sequences; default from that configuration,
                 or the first eos id.
             temperature, top_k, top_p: sampling, by transformers' logits processors; one step a launch then.
             seed: of the sampling.
@@ -202,6 +206,20 @@ class MegaModel:
         return generate(
             self, self._decoder, input_ids, max_new_tokens, attention_mask, eos_token_id, pad_token_id, sampling
         )
+
+
+def read_configs(source: str | Path | Any) -> tuple[Any, GenerationConfig]:
+    """The model's and the generation's configuration. Raises CheckpointError if the first cannot be read."""
+    if hasattr(source, "state_dict"):
+        return source.config, source.generation_config
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{source} has no configuration that transformers can read ({error})") from error
+    try:
+        return config, GenerationConfig.from_pretrained(source)
+    except OSError:  # optional file
+        return config, GenerationConfig.from_model_config(config)
 
 
 def rotary_tables(config: Any, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

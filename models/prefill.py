@@ -63,8 +63,8 @@ def prefill(
         rows = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
         for sequence, (q_s, k_s, v_s) in enumerate(rows):
             cache.write(layer, sequence, k_s, v_s)
-            heads = (x.transpose(0, 1)[None] for x in (q_s, k_s, v_s))
-            out = functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+            q_h, k_h, v_h = (x.transpose(0, 1)[None] for x in (q_s, k_s, v_s))
+            out = functional.scaled_dot_product_attention(q_h, k_h, v_h, is_causal=True, enable_gqa=True)
             attended.append(out[0].transpose(0, 1).flatten(1))
         h = h + linear(torch.cat(attended), name + "o_proj")
         gate, up = linear(norm(h, name + "mlp_norm"), name + "gate_up").float().unflatten(1, (-1, 2)).unbind(2)

@@ -48,11 +48,12 @@ def kernel_config(model: Geometry, batch: int, device: Device, dtype: str) -> Ke
     if device.interpreted:  # few large tiles: the interpreter's time goes by operations, not by elements
         rows, k_blocks, stages, prefetch = 64, 8, 1, 1
     elif tokens == 1:
-        rows, k_blocks, stages, prefetch = 16, 4, 6, 16
+        rows, k_blocks, stages, prefetch = (8, 8, 4, 16) if model.hidden < 2048 else (16, 4, 6, 16)
     elif tokens == 16:
-        rows, k_blocks, stages, prefetch = 16, 4, 4, 16
+        # with narrow heads the wider product spills registers on sm_100
+        rows, k_blocks, stages, prefetch = (16, 4, 4, 16) if model.head_dim == 128 else (16, 2, 6, 16)
     else:
-        rows, k_blocks, stages, prefetch = 16, 2, 4, 16
+        rows, k_blocks, stages, prefetch = 16, 1, 6, 16
     return KernelConfig(
         tokens=tokens,
         rows=rows,

@@ -12,6 +12,7 @@ from typing import Any
 
 import huggingface_hub
 import torch
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
@@ -98,7 +99,10 @@ def checkpoint_files(source: str | Path) -> list[Path]:
     """
     directory = Path(source)
     if not directory.is_dir():
-        directory = Path(huggingface_hub.snapshot_download(str(source), allow_patterns=["*.safetensors", "*.json"]))
+        try:
+            directory = Path(huggingface_hub.snapshot_download(str(source), allow_patterns=["*.safetensors", "*.json"]))
+        except (OSError, ValueError, HfHubHTTPError) as error:
+            raise CheckpointError(f"{source} is no directory and cannot be downloaded ({error})") from error
     if (directory / INDEX).exists():
         names = sorted(set(json.loads((directory / INDEX).read_text())["weight_map"].values()))
     else:
@@ -151,9 +155,9 @@ def load_weights(
         for name, tensor in tensors:
             if name == "lm_head.weight" and model.tied:
                 continue
-            target = table.get(name)
-            if target is None:
+            if name not in table:
                 raise CheckpointError(f"tensor {name} has no place in a Qwen3 dense model; is it the right checkpoint?")
+            target = table[name]
             if tuple(tensor.shape) != target.shape:
                 raise CheckpointError(
                     f"tensor {name} has shape {list(tensor.shape)}, but the configuration asks for "

@@ -1,7 +1,8 @@
 """The static schedule: per-worker queues, filled on the host, operator by operator in program order.
 
-Each operator's tiles are dealt out evenly; where they do not divide, the workers that have read the fewest bytes
-so far get one more, so the balance carries over from one operator to the next. A wait is dropped where an earlier task in the same queue has already waited for it.
+Each operator's tiles are dealt out evenly; where they do not divide, the workers that have read the fewest bytes so
+far get one more, so the balance carries over from one operator to the next. A wait is dropped where an earlier task
+in the same queue has already waited for it.
 """
 
 from collections.abc import Mapping

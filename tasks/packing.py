@@ -62,6 +62,6 @@ class PackedWeight:
 
 def pack(matrix: torch.Tensor) -> PackedWeight:
     """Pack a matrix [rows, columns] on its own device and dtype."""
-    packed = PackedWeight.empty(*matrix.shape, matrix.dtype, matrix.device)
+    packed = PackedWeight.empty(matrix.shape[0], matrix.shape[1], matrix.dtype, matrix.device)
     packed.write_rows(torch.arange(matrix.shape[0]), matrix)
     return packed

@@ -28,7 +28,7 @@ REQUESTS = {
     ),
     "batch too large": (lambda m: m.generate([[1]] * 3, 1), CapacityError, r"3 sequences, max_batch_size is 2; split"),
     "prompt too long": (lambda m: m.prefill([[1] * 33]), CapacityError, r"prompt of 33 tokens, max_seq_len is 32"),
-    "token id too large": (lambda m: m.generate([[1, 293]], 1), InputError, r"token id 293 is out of range; .* 0 to 292"),
+    "token id too large": (lambda m: m.generate([[1, 293]], 1), InputError, r"id 293 is out of range; .* 0 to 292"),
     "negative token id": (lambda m: m.prefill([[-5]]), InputError, r"token id -5 is out of range"),
     "empty prompt": (lambda m: m.generate([[1], []], 1), InputError, r"prompt 1 is empty; give at least one token"),
     "no prompts": (lambda m: m.generate([], 1), InputError, r"no sequences; give at least one prompt"),
@@ -73,7 +73,7 @@ def test_decode_before_prefill_is_refused():
 
 
 CONFIGS = {
-    "unknown architecture": ({"model_type": "gpt2"}, r"model_type is 'gpt2'; megaflow decodes 'qwen3'"),
+    "another architecture": ({"model_type": "gpt2"}, r"model_type is 'gpt2'; megaflow decodes 'qwen3'"),
     "mixture of experts": ({"model_type": "qwen3_moe"}, r"model_type is 'qwen3_moe'"),
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, r"quant_method is 'fp8'; quantised .* use the bf"),
     "attention bias": ({"attention_bias": True}, r"attention_bias is True; supported: False"),
@@ -133,7 +133,7 @@ def test_weights_that_do_not_fit_the_configuration_are_named(checkpoint):
     path = checkpoint / "config.json"
     fields = json.loads(path.read_text())
     path.write_text(json.dumps(fields | {"intermediate_size": 224}))
-    with pytest.raises(CheckpointError, match=r"mlp.* has shape .*208.*, but the configuration asks for .*224.* not of the same model"):
+    with pytest.raises(CheckpointError, match=r"mlp.* has shape .*208.*, .* asks for .*224.* not of the same model"):
         MegaModel.from_hf(checkpoint, max_seq_len=32, progress=False)
     path.write_text(json.dumps(fields | {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}))
     with pytest.raises(CheckpointError, match=r"11 tensors are missing, the first is model.layers.2"):
@@ -141,6 +141,20 @@ def test_weights_that_do_not_fit_the_configuration_are_named(checkpoint):
     path.write_text(json.dumps(fields | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}))
     with pytest.raises(CheckpointError, match=r"tensor model.layers.1.* has no place"):
         MegaModel.from_hf(checkpoint, max_seq_len=32, progress=False)
+
+
+def test_an_architecture_that_transformers_does_not_know_is_refused(checkpoint):
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "unheard_of"}))
+    with pytest.raises(CheckpointError, match=r"no configuration that transformers can read"):
+        MegaModel.from_hf(checkpoint, progress=False)
+
+
+def test_eos_tokens_come_from_the_generation_configuration(checkpoint):
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6], "pad_token_id": 4}))
+    model = MegaModel.from_hf(checkpoint, progress=False)
+    assert model.generation_config.eos_token_id == [5, 6]
+    assert model.max_seq_len == 512, "the default is no longer than the configuration allows"
 
 
 def test_a_directory_without_weights_is_named(tmp_path):

@@ -155,13 +155,16 @@ def test_select_takes_the_best_part_and_keeps_the_request_state(schedule):
         "value": on_device(value), "index": on_device(index, torch.int32),
         "tokens": poisoned(batch, dtype=torch.int32), "generated": poisoned(batch, 3, dtype=torch.int32),
         "positions": on_device(torch.tensor([5, 6, 7, 8]), torch.int32),
-        "finished": on_device(torch.tensor([0, 0, 1, 0]), torch.int32), "unfinished": on_device(torch.tensor([3]), torch.int32),
-        "eos": on_device(torch.tensor([eos] + [-1] * 15), torch.int32), "pad": on_device(torch.tensor([pad]), torch.int32),
+        "finished": on_device(torch.tensor([0, 0, 1, 0]), torch.int32),
+        "unfinished": on_device(torch.tensor([3]), torch.int32),
+        "eos": on_device(torch.tensor([eos] + [-1] * 15), torch.int32),
+        "pad": on_device(torch.tensor([pad]), torch.int32),
     }  # fmt: skip
     inputs = {"best_value": Tensor("value", (batch, parts), "float32"), "best_index": Tensor("index", (batch, parts))}
     state = ("positions", "finished", "unfinished", "generated", "eos", "pad", "stop_step")
     inputs |= {name: Tensor(name, ()) for name in state}
-    run_operator("select", inputs, {"tokens": Tensor("tokens", (batch,), "int32")}, buffers, config(1), {"B": batch}, schedule)
+    outputs = {"tokens": Tensor("tokens", (batch,), "int32")}
+    run_operator("select", inputs, outputs, buffers, config(1), {"B": batch}, schedule)
     wanted = SELECT.oracle({"best_value": value, "best_index": index})["tokens"]
     wanted[2] = pad
     assert buffers["tokens"].tolist() == buffers["generated"][:, 0].tolist() == wanted.tolist()
@@ -177,6 +180,7 @@ def test_equal_logits_choose_the_lowest_index():
     buffers |= {name: on_device(torch.zeros(1, 16), torch.int32)
                 for name in ("tokens", "positions", "finished", "unfinished", "generated", "eos", "pad")}  # fmt: skip
     inputs = {"best_value": Tensor("value", (1, 5), "float32"), "best_index": Tensor("index", (1, 5))}
-    inputs |= {n: Tensor(n, ()) for n in ("positions", "finished", "unfinished", "generated", "eos", "pad", "stop_step")}
+    state = ("positions", "finished", "unfinished", "generated", "eos", "pad", "stop_step")
+    inputs |= {name: Tensor(name, ()) for name in state}
     run_operator("select", inputs, {"tokens": Tensor("tokens", (1,), "int32")}, buffers, config(1), {"B": 1}, "static")
     assert buffers["tokens"][0, 0].item() == 2

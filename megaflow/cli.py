@@ -1,0 +1,337 @@
+"""The command megaflow: generate text, say what the environment is, show a plan.
+
+torch, transformers and the kernels are imported inside the commands, so that --help answers at once.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megaflow.errors import CheckpointError, ConfigError, InputError, MegaflowError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from megaflow.plan import Plan
+    from megaflow.taskgraph import TaskGraph
+
+app = typer.Typer(
+    help="Decode Qwen3 language models in one persistent GPU kernel.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A local checkpoint directory or a hub id.")]
+Schedule = Annotated[str, typer.Option(help="static (queues from the host) or dynamic (a device queue).")]
+MaxSeqLen = Annotated[int, typer.Option(help="Most tokens of a sequence, prompt and generated together.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@contextmanager
+def errors_reported() -> Iterator[None]:
+    """Around a command: a MegaflowError becomes one line on stderr and exit code 2."""
+    try:
+        yield
+    except MegaflowError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@contextmanager
+def reading(what: str, source: str) -> Iterator[None]:
+    """Around a call of transformers that reads `what` of a checkpoint: errors become a CheckpointError."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{source}: the {what} cannot be read ({error}); give a checkpoint directory or a hub id"
+        ) from error
+
+
+def read_config(source: str) -> Any:
+    """The transformers configuration of a checkpoint. Raises CheckpointError."""
+    from transformers import AutoConfig
+
+    with reading("configuration", source):
+        return AutoConfig.from_pretrained(source)
+
+
+@app.command()
+@errors_reported()
+def generate(
+    model: Model,
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT", help="Several prompts are one batch.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate for each prompt.")] = 32,
+    schedule: Schedule = "static",
+    max_seq_len: MaxSeqLen = 2048,
+    page_size: Annotated[int, typer.Option(help="Positions in a page of the KV cache.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Of the sampling; 0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample within this much probability; 1 is off.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Of the sampling.", show_default="random")] = None,
+    token_ids: Annotated[bool, typer.Option("--token-ids", help="Take ids like 1,2,3; print ids.")] = False,
+) -> None:
+    """Continue prompts and print what was generated, without the prompt."""
+    from megaflow.models.generation import end_tokens
+    from megaflow.models.mega_model import MegaModel
+
+    read_config(model)  # a mistaken MODEL shows here, before anything is loaded
+    tokenizer = None if token_ids else read_tokenizer(model)
+    ids = tokenizer(prompts)["input_ids"] if tokenizer else [parse_ids(prompt) for prompt in prompts]
+    mega = MegaModel.from_hf(
+        model,
+        schedule=schedule,
+        max_batch_size=len(prompts),
+        max_seq_len=max_seq_len,
+        page_size=page_size,
+        progress=sys.stderr.isatty(),
+    )
+    sequences = mega.generate(
+        ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    )
+    ends, _ = end_tokens(mega, None, None)
+    longest = max(len(prompt) for prompt in ids)
+    for number, sequence in enumerate(sequences[:, longest:].tolist(), 1):
+        new = until_end(sequence, ends)
+        if tokenizer is None:
+            typer.echo(",".join(map(str, new)))
+        else:
+            text = tokenizer.decode(new, skip_special_tokens=True)
+            typer.echo(text if len(prompts) == 1 else f"[{number}] {text}")
+
+
+def read_tokenizer(source: str) -> Any:
+    """The transformers tokenizer of a checkpoint. Raises CheckpointError."""
+    from transformers import AutoTokenizer
+
+    with reading("tokenizer", source):
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    if not tokenizer("a")["input_ids"]:  # transformers makes an empty tokenizer where there are no files
+        raise CheckpointError(f"{source}: tokenizer files are missing; copy them too, or use --token-ids")
+    return tokenizer
+
+
+def parse_ids(prompt: str) -> list[int]:
+    """Token ids from "1,2,3". Raises InputError for anything else."""
+    try:
+        return [int(part) for part in prompt.split(",")]
+    except ValueError:
+        raise InputError(f"prompt {prompt!r} is no list of token ids; write it like 1,2,3") from None
+
+
+def until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
+    """Tokens up to the first end token, with it; what follows is padding."""
+    stop = next((i for i, token in enumerate(tokens, 1) if token in ends), len(tokens))
+    return tokens[:stop]
+
+
+@app.command()
+@errors_reported()
+def env(as_json: AsJson = False) -> None:
+    """Print versions, the GPU and what will run on it."""
+    from megaflow.environment import current_environment
+
+    facts = asdict(current_environment())
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    memory = facts.pop("memory_bytes")
+    del facts["workers"]  # part of `runs`
+    if facts["device"] is None:
+        facts |= {"device": "no CUDA device", "multiprocessors": "none"}
+    facts["memory"] = "none" if memory is None else f"{memory / 1e9:.1f} GB"
+    for name, fact in facts.items():
+        typer.echo(f"{name:<16} {fact}")
+
+
+@dataclass(frozen=True)
+class Wait:
+    """An event tensor that an operator's tiles wait for: producer, shape, the notifies that events need."""
+
+    producer: str
+    events: tuple[int, ...]
+    least_need: int
+    most_need: int
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.events)) or "1"
+        most = f"-{self.most_need}" if self.most_need > self.least_need else ""
+        return f"{self.producer} {shape} need {self.least_need}{most}"
+
+
+@dataclass(frozen=True)
+class OperatorLine:
+    """One operator of a plan. `bytes` is what all its tiles together read from device memory."""
+
+    name: str
+    grid: tuple[int, ...]
+    tiles: int
+    bytes: int
+    waits: tuple[Wait, ...]
+
+
+@dataclass(frozen=True)
+class Range:
+    """Least, mean and most of something that each worker has."""
+
+    least: int
+    mean: float
+    most: int
+
+    @staticmethod
+    def of(values: "np.ndarray") -> "Range":
+        return Range(int(values.min()), float(values.mean()), int(values.max()))
+
+    def __str__(self) -> str:
+        return f"min {self.least:,}  mean {self.mean:,.1f}  max {self.most:,}"
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """What `plan` prints.
+
+    Attributes:
+        lines: the operators outside layers and those of layer 0.
+        layers: number of layers, all of which are cut alike.
+        next_layer: the first operator of layer 1, which waits for layer 0; None if there is one layer.
+        operators, tasks, events, edges: how many there are in all.
+        waits, waits_left: waits of all tasks, and those that the schedule did not drop.
+        queue_length, worker_bytes: by worker, tasks and bytes; None if dynamic: decided at run time.
+        planning_ms: time that making the plan took, in ms.
+    """
+
+    lines: tuple[OperatorLine, ...]
+    layers: int
+    next_layer: OperatorLine | None
+    operators: int
+    tasks: int
+    events: int
+    edges: int
+    waits: int
+    waits_left: int
+    queue_length: Range | None
+    worker_bytes: Range | None
+    planning_ms: float
+
+
+@app.command()
+@errors_reported()
+def plan(
+    model: Model,
+    batch: Annotated[int, typer.Option(help="Sequences that are decoded at once.")] = 1,
+    schedule: Schedule = "static",
+    max_seq_len: MaxSeqLen = 2048,
+    workers: Annotated[int, typer.Option(min=1, help="Resident programs; an H200 has 264.")] = 264,
+    as_json: AsJson = False,
+) -> None:
+    """Print how a decode step is cut and scheduled on a GPU like an H200. Needs no GPU and no weights."""
+    from megaflow.models.geometry import read_geometry
+    from megaflow.models.mega_model import LARGEST_BATCH
+    from megaflow.models.planner import make_plan
+    from megaflow.models.qwen3 import qwen3_graph
+    from megaflow.models.tiling import Device, tiling
+    from megaflow.scheduler import scheduler
+
+    geometry = read_geometry(read_config(model))
+    limits = {"batch": (batch, LARGEST_BATCH), "max-seq-len": (max_seq_len, geometry.max_positions)}
+    for name, (value, most) in limits.items():
+        if not 1 <= value <= most:
+            raise ConfigError(f"{name} is {value}; it must be 1 to {most}")
+    device = Device(workers=workers, tiling_workers=workers, interpreted=False)
+    start = time.perf_counter()
+    made = make_plan(
+        qwen3_graph(geometry, max_seq_len),
+        tiling(geometry, batch, device, "bfloat16"),
+        scheduler(schedule),
+        workers,
+    )
+    summary = summarise(made, geometry.layers, 1e3 * (time.perf_counter() - start))
+    if as_json:
+        typer.echo(json.dumps(asdict(summary)))
+    else:
+        print_summary(summary)
+
+
+def operator_line(graph: "TaskGraph", number: int) -> OperatorLine:
+    """The line of one operator. What an operator waits for is the same for all steps but the very first."""
+    import numpy as np
+
+    op = graph.operators[number]
+    events = np.unique(graph.waits[graph.operator == number])
+    waits = []
+    for tensor in graph.event_tensors:
+        need = graph.event_need[events[(tensor.first <= events) & (events < tensor.first + tensor.size)]]
+        if len(need):
+            across = " of the step before" if tensor.first == graph.final_event else ""
+            producer = graph.operators[tensor.producer].name + across
+            waits.append(Wait(producer, tensor.shape, int(need.min()), int(need.max())))
+    return OperatorLine(op.name, op.grid, op.tiles, op.tiles * op.tile_bytes, tuple(waits))
+
+
+def summarise(plan: "Plan", layers: int, planning_ms: float) -> PlanSummary:
+    """The summary of a plan for a model of `layers` layers."""
+    import numpy as np
+
+    from megaflow.events import NONE
+
+    graph = plan.graph
+    names = [op.name for op in graph.operators]
+    layered = [i for i, name in enumerate(names) if name.startswith("layers.")]
+    later = [i for i in layered if not names[i].startswith("layers.0.")]
+    queue_length = worker_bytes = None
+    if not plan.dynamic:
+        tasks = np.diff(plan.queue_offsets)
+        worker = np.repeat(np.arange(plan.workers), tasks)
+        loads = np.zeros(plan.workers, np.int64)
+        np.add.at(loads, worker, graph.task_bytes()[plan.field("task")])
+        queue_length, worker_bytes = Range.of(tasks), Range.of(loads)
+    return PlanSummary(
+        lines=tuple(operator_line(graph, i) for i in range(len(names)) if i not in later),
+        layers=layers,
+        next_layer=operator_line(graph, later[0]) if later else None,
+        operators=len(names),
+        tasks=graph.tasks,
+        events=len(graph.event_need),
+        edges=len(graph.edges),
+        waits=int((graph.waits != NONE).sum()),
+        waits_left=sum(int((plan.field(column) != NONE).sum()) for column in ("wait0", "wait1")),
+        queue_length=queue_length,
+        worker_bytes=worker_bytes,
+        planning_ms=planning_ms,
+    )
+
+
+def print_summary(summary: PlanSummary) -> None:
+    """Print a summary as a table and totals."""
+    rows = [("operator", "grid", "tiles", "bytes read", "waits for: operator, events, notifies for each")]
+    for line in summary.lines:
+        grid = "x".join(map(str, line.grid))
+        rows.append((line.name, grid, f"{line.tiles:,}", f"{line.bytes:,}", ", ".join(map(str, line.waits))))
+    last_of_layer = max(i for i, row in enumerate(rows) if row[0].startswith("layers."))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for i, row in enumerate(rows):
+        name, grid, tiles, size, waits = (
+            cell.rjust(width) if column in (2, 3) else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        typer.echo(f"{name}  {grid}  {tiles}  {size}  {waits}".rstrip())
+        if i == last_of_layer and summary.next_layer is not None:
+            layers = "layer 1" if summary.layers == 2 else f"layers 1-{summary.layers - 1}"
+            first = summary.next_layer
+            typer.echo(f"{layers}: as layer 0; {first.name} waits for {', '.join(map(str, first.waits))}")
+    run_time = "decided at run time"
+    typer.echo(
+        f"\n{summary.operators:,} operators, {summary.tasks:,} tasks, {summary.events:,} events, "
+        f"{summary.edges:,} edges\n"
+        f"waits: {summary.waits_left:,} of {summary.waits:,} left after pruning\n"
+        f"queue length: {summary.queue_length or run_time}\n"
+        f"bytes per worker: {summary.worker_bytes or run_time}\n"
+        f"planning time: {summary.planning_ms:.0f} ms"
+    )

@@ -1,0 +1,41 @@
+"""The kernel compiles for three GPU generations on a machine without a GPU, and fits them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megaflow.compilation import SHARED_MEMORY
+from megaflow.models.tiling import TOKEN_TILES, WORKERS_PER_SM
+
+# compiled in a process of its own: this one may interpret
+PROGRAM = """
+import dataclasses, json, sys
+from megaflow.compilation import compile_kernel
+from megaflow.models.geometry import Geometry
+from megaflow.models.tiling import H200, TOKEN_TILES, kernel_config
+from megaflow.tasks import KINDS
+bodies = [kind.body for kind in KINDS]
+for head_dim in (64, 128):
+    model = Geometry(1, 4096, 12288, 32, 8, head_dim, 151936, False, 1e-6, 4096)
+    for tokens in TOKEN_TILES:
+        config = kernel_config(model, tokens, H200, "bfloat16")
+        resources = compile_kernel(bodies, config, int(sys.argv[1]))
+        print(json.dumps({"head_dim": head_dim, "tokens": tokens} | dataclasses.asdict(resources)))
+"""
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_no_register_spills_and_two_workers_fit_the_shared_memory_of_an_sm(capability):
+    command = [sys.executable, "-c", PROGRAM, str(capability)]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    compiled = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(compiled) == 2 * len(TOKEN_TILES)
+    for resources in compiled:
+        assert resources["stack"] == 0, resources
+        assert resources["registers"] <= 255, resources
+        assert WORKERS_PER_SM * (resources["shared"] + 1024) <= SHARED_MEMORY[capability], resources

@@ -1,0 +1,63 @@
+"""A plan that cannot finish ends in a DeadlockError that says where; the model stays usable."""
+
+import dataclasses
+
+import pytest
+import torch
+from checkpoints import small_model
+
+from megaflow import DeadlockError, MegaModel
+from megaflow.plan import Plan
+from megaflow.records import FIELDS
+from megaflow.runtime import LoadedPlan
+
+
+def broken(loaded: LoadedPlan, plan: Plan) -> LoadedPlan:
+    """The same launch with another plan, and a short bound."""
+    return LoadedPlan(plan, loaded._table, loaded._control, loaded._bodies, loaded._config, timeout_s=0.2)
+
+
+def without(plan: Plan, column: str, record: int, value: int) -> Plan:
+    records = plan.records.copy()
+    records[record, FIELDS.index(column)] = value
+    return dataclasses.replace(plan, records=records)
+
+
+@pytest.fixture
+def model():
+    model = MegaModel.from_hf(small_model(), max_seq_len=64, progress=False)
+    model.prefill([[1, 2, 3]])
+    return model
+
+
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
+def test_a_dropped_notify_is_reported_and_the_model_stays_usable(model, schedule):
+    model.set_schedule(schedule)
+    wanted = model.generate([[1, 2, 3]], 4)
+    decoder = model._decoder
+    good = decoder.plan(schedule)
+    place = next(
+        i for i, task in enumerate(good.plan.field("task"))
+        if good.plan.graph.operators[good.plan.graph.operator[task]].name == "layers.0.o_proj"
+    )  # fmt: skip
+    decoder._plans[1, schedule] = broken(good, without(good.plan, "notify0", place, -1))
+    message = {
+        "static": r"layers.0.gate_up\[\d, \d, 0\] for event layers.0.o_proj\[0, 0\]: seen 1, needed 2",
+        "dynamic": r"found no ready task for 0.2 s",
+    }
+    with pytest.raises(DeadlockError, match=message[schedule]):
+        model.generate([[1, 2, 3]], 4)
+    decoder._plans[1, schedule] = good
+    good.reset()  # the two shared a control block
+    assert torch.equal(model.generate([[1, 2, 3]], 4), wanted)
+
+
+def test_a_wait_for_too_many_notifies_is_reported(model):
+    decoder = model._decoder
+    good = decoder.plan("static")
+    place = int((good.plan.field("wait0") >= 0).nonzero()[0][-1])
+    decoder._plans[1, "static"] = broken(good, without(good.plan, "need0", place, 1000))
+    with pytest.raises(DeadlockError, match=r"needed 1000"):
+        model.decode(torch.tensor([1]))
+    with pytest.raises(DeadlockError, match=r"needed 1000"):
+        model.decode(torch.tensor([1]))

@@ -1,0 +1,97 @@
+"""On a GPU: real geometries with random weights against transformers, repeatability, and a broken plan."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_deadlock import broken, without
+
+from megaflow import DeadlockError, MegaModel
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+from common import random_model
+
+pytestmark = pytest.mark.gpu
+BATCHES = (1, 2, 7, 16, 33, 64)
+PROMPT, STEPS = 512, 8
+
+
+@pytest.fixture(scope="module", params=["Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B"])
+def models(request):
+    """transformers in bfloat16 and in float32, and megaflow, with the same weights."""
+    hf = random_model(request.param)
+    mega = MegaModel.from_hf(hf, max_batch_size=max(BATCHES), max_seq_len=PROMPT + 64, progress=False)
+    reference = type(hf)(hf.config).to("cuda", torch.float32).eval()
+    reference.load_state_dict(hf.state_dict())
+    yield hf, reference, mega
+    torch.cuda.empty_cache()
+
+
+def logits_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """float32 [B, STEPS + 1, vocab], sequence by sequence."""
+    with torch.no_grad():
+        rows = [model(row[None], logits_to_keep=STEPS + 1, use_cache=False).logits.float() for row in ids]
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_errors_are_within_one_and_a_half_times_those_of_transformers(models, batch):
+    hf, reference, mega = models
+    ids = torch.randint(0, hf.config.vocab_size, (batch, PROMPT + STEPS), device="cuda")
+    exact, theirs = logits_of(reference, ids), logits_of(hf, ids)
+    scale = exact.norm(dim=-1)
+    their_error = (theirs - exact).norm(dim=-1) / scale
+    for schedule in ("static", "dynamic"):
+        mega.set_schedule(schedule)
+        got = [mega.prefill(ids[:, :PROMPT])] + [mega.decode(ids[:, PROMPT + i]) for i in range(STEPS)]
+        error = (torch.stack(got, 1) - exact).norm(dim=-1) / scale
+        print(f"{schedule} batch {batch}: {error.mean():.5f}, transformers bf16 {their_error.mean():.5f}")
+        assert (error.mean(0) <= 1.5 * their_error.mean(0)).all(), schedule
+        assert error.max() <= 1.5 * their_error.max(), schedule
+
+
+@pytest.mark.parametrize("batch", [1, 7, 33])
+def test_a_step_repeated_200_times_is_bit_identical_in_static_mode(models, batch):
+    mega = models[2]
+    mega.set_schedule("static")
+    lengths = [PROMPT - 37 * i % PROMPT for i in range(batch)]
+    mega.prefill([torch.randint(0, mega.geometry.vocab, (n,)) for n in lengths])
+    positions = mega._decoder._state["positions"][:batch].clone()
+    tokens = torch.randint(0, mega.geometry.vocab, (batch,), device="cuda")
+    first = mega.decode(tokens)
+    for _ in range(200):
+        mega._decoder._state["positions"][:batch] = positions
+        mega._decoder._lengths = positions.tolist()
+        assert torch.equal(mega.decode(tokens), first)
+
+
+def test_both_modes_give_the_same_tokens_over_many_steps_in_few_launches(models):
+    mega = models[2]
+    prompts = [torch.randint(0, mega.geometry.vocab, (n,)) for n in (300, 512, 77)]
+    tokens = {}
+    for schedule in ("static", "dynamic"):
+        mega.set_schedule(schedule)
+        tokens[schedule] = mega.generate(prompts, 60, eos_token_id=[])
+    assert torch.equal(tokens["static"], tokens["dynamic"])
+
+
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
+def test_a_broken_plan_ends_in_a_deadlock_error_within_two_seconds(models, schedule):
+    mega = models[2]
+    mega.set_schedule(schedule)
+    prompt = [torch.randint(0, mega.geometry.vocab, (9,))]
+    wanted = mega.generate(prompt, 5, eos_token_id=[])
+    decoder = mega._decoder
+    good = decoder.plan(schedule)
+    place = int((good.plan.field("operator") == 3).nonzero()[0][0])  # a tile of layers.0.o_proj
+    decoder._plans[1, schedule] = broken(good, without(good.plan, "notify0", place, -1))
+    mega.prefill(prompt)
+    start = time.perf_counter()
+    with pytest.raises(DeadlockError, match="layers.0.gate_up" if schedule == "static" else "no ready task"):
+        mega.decode(torch.tensor([1]))
+    assert time.perf_counter() - start < 2
+    decoder._plans[1, schedule] = good
+    good.reset()
+    assert torch.equal(mega.generate(prompt, 5, eos_token_id=[]), wanted)
