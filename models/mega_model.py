@@ -210,7 +210,7 @@ class MegaModel:
 
 def read_configs(source: str | Path | Any) -> tuple[Any, GenerationConfig]:
     """The model's and the generation's configuration. Raises CheckpointError if the first cannot be read."""
-    if hasattr(source, "state_dict"):
+    if not isinstance(source, str | Path):
         return source.config, source.generation_config
     try:
         config = AutoConfig.from_pretrained(source)

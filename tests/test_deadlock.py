@@ -11,6 +11,8 @@ from megaflow.plan import Plan
 from megaflow.records import FIELDS
 from megaflow.runtime import LoadedPlan
 
+pytestmark = pytest.mark.interpreter
+
 
 def broken(loaded: LoadedPlan, plan: Plan) -> LoadedPlan:
     """The same launch with another plan, and a short bound."""

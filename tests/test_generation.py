@@ -6,6 +6,8 @@ from checkpoints import reference_tokens, small_model
 
 from megaflow import MegaModel
 
+pytestmark = pytest.mark.interpreter
+
 PROMPTS = [[5, 17, 200], [7], [1, 2, 3, 4, 5, 6]]
 
 

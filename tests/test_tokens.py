@@ -6,6 +6,8 @@ from checkpoints import reference_tokens, small_model
 
 from megaflow import MegaModel
 
+pytestmark = pytest.mark.interpreter
+
 GEOMETRIES = {
     "gqa1-head64-tied": {"num_attention_heads": 2, "num_key_value_heads": 2},
     "gqa2-head64-untied": {"tie_word_embeddings": False},
