@@ -19,144 +19,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, TypeVar
 
 import torch
 import triton
 import typer
+from checking import LARGEST_ERROR, Check, check, float32_copy
 from common import GEOMETRIES, copy_bandwidth, environment, random_model
-from torch._dynamo.utils import counters
-from transformers import Qwen3ForCausalLM, StaticCache
+from engines import SPARE, Engine, Megaflow, StaticCacheLoop, Timed
+from roofline import step_bytes
 
-from megaflow.models.geometry import Geometry
 from megaflow.models.mega_model import MegaModel
 from megaflow.scheduler import SCHEDULES
-from megaflow.tasks.packing import padded
 
-LARGEST_ERROR = 1.5  # of megaflow's logits, as a multiple of transformers' in bfloat16
-SPARE = 1  # positions of the caches beyond those that are used
 PROMPT_SEED = 1
-VECTOR_BYTES = 4  # norm weights are float32
 MODELS = ["Qwen3-0.6B", "Qwen3-8B"]
 BATCHES = [1, 8]
 ALL_SCHEDULES = list(SCHEDULES)
 BASELINE = "transformers compiled"
 
-
-class Engine(Protocol):
-    """Something that decodes greedily."""
-
-    def prefill(self, prompts: torch.Tensor) -> torch.Tensor:
-        """Start new sequences, int64 [B, T]. Returns their first tokens, int64 [B]."""
-
-    def decode(self, first: torch.Tensor, steps: int) -> torch.Tensor:
-        """Append `first`, then what each step chooses. Returns the choices, int64 [B, steps]."""
-
-    def logits(self) -> torch.Tensor | None:
-        """float32 [B, vocab]: logits of the latest step, if they are kept."""
-
-    def compilation(self) -> dict[str, int]:
-        """What torch.compile counted, by its own names."""
-
-
-class Megaflow:
-    """A MegaModel in one schedule; the steps are run as MegaModel.generate runs them."""
-
-    def __init__(self, model: MegaModel, schedule: str) -> None:
-        self._model = model
-        self._decoder = model._decoder
-        model.set_schedule(schedule)
-
-    def prefill(self, prompts: torch.Tensor) -> torch.Tensor:
-        logits = self._model.prefill(prompts)
-        self._decoder.set_ends([], 0)
-        return logits.argmax(1)
-
-    def decode(self, first: torch.Tensor, steps: int) -> torch.Tensor:
-        decoder, tokens, launches, left = self._decoder, first, [], steps
-        while left:
-            new = decoder.run(tokens, min(left, decoder.steps_per_launch), self._model.schedule)
-            launches.append(new)
-            tokens = new[:, -1]
-            left -= new.shape[1]
-        return torch.cat(launches, 1)
-
-    def logits(self) -> torch.Tensor:
-        return self._decoder.logits()
-
-    def compilation(self) -> dict[str, int]:
-        return {}
-
-
-def greedy_step(
-    model: Qwen3ForCausalLM, cache: StaticCache, tokens: torch.Tensor, position: torch.Tensor
-) -> torch.Tensor:
-    """Append tokens [B, 1] at position [1, 1] and choose the next ones, [B, 1]; prompts [B, T] likewise."""
-    logits = model(
-        input_ids=tokens, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1
-    ).logits
-    return logits[:, -1].argmax(-1, keepdim=True)
-
-
-class StaticCacheLoop:
-    """transformers with a StaticCache: eager prefill, then one compiled function call a step.
-
-    The cache, its length and the weights are tensors of fixed addresses to torch.compile, so a step replays
-    one CUDA graph with two copied inputs. The mask is made inside it, from the cache's length; generate
-    makes it outside.
-    """
-
-    def __init__(self, model: Qwen3ForCausalLM, prompt: int, steps: int, compiled: bool = True) -> None:
-        counters.clear()
-        self._model = model
-        self._cache = StaticCache(config=model.config, max_cache_len=prompt + steps + SPARE)
-        # tensors of their own, not views of one: the compiled code relies on the alignment of the first
-        self._positions = [torch.full((1, 1), prompt + step, device=model.device) for step in range(steps)]
-        self._step = greedy_step
-        if compiled:
-            self._step = torch.compile(greedy_step, mode="reduce-overhead", fullgraph=True, dynamic=False)
-
-    @torch.no_grad()
-    def prefill(self, prompts: torch.Tensor) -> torch.Tensor:
-        self._cache.reset()  # in place, the addresses stay
-        positions = torch.arange(prompts.shape[1], device=prompts.device)[None]
-        return greedy_step(self._model, self._cache, prompts, positions)[:, 0]
-
-    @torch.no_grad()
-    def decode(self, first: torch.Tensor, steps: int) -> torch.Tensor:
-        tokens, chosen = first[:, None].contiguous(), []
-        for position in self._positions[:steps]:
-            torch.compiler.cudagraph_mark_step_begin()
-            # the next replay overwrites the output
-            tokens = self._step(self._model, self._cache, tokens, position).clone()
-            chosen.append(tokens)
-        return torch.cat(chosen, 1)
-
-    def logits(self) -> None:
-        return None
-
-    def compilation(self) -> dict[str, int]:
-        graphs = {name: n for name, n in counters["inductor"].items() if name.startswith("cudagraph")}
-        return {"unique_graphs": counters["stats"]["unique_graphs"], **graphs}
-
-
-@dataclass(frozen=True)
-class Timed:
-    """What a timed engine left behind.
-
-    Attributes:
-        first: int64 [B], the tokens that the prefill chose.
-        tokens: int64 [B, steps], what the steps of the last repeat chose.
-        logits: float32 [B, vocab] of its last step, if the engine keeps them.
-        first_step_s: seconds of the very first step, compilation included.
-        repeats_ms: milliseconds of a step, by repeat.
-    """
-
-    first: torch.Tensor
-    tokens: torch.Tensor
-    logits: torch.Tensor | None
-    first_step_s: float
-    repeats_ms: tuple[float, ...]
+T = TypeVar("T")
 
 
 def synchronize() -> None:
@@ -165,7 +47,7 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def seconds(run: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
+def seconds(run: Callable[[], T]) -> tuple[float, T]:
     """Wall-clock seconds of `run`, synchronised, and what it returned."""
     synchronize()
     start = time.perf_counter()
@@ -188,111 +70,6 @@ def measure(engine: Engine, prompts: torch.Tensor, steps: int, repeats: int) -> 
 
 
 @dataclass(frozen=True)
-class Check:
-    """How a run compares with transformers in float32, with transformers in bfloat16 beside it.
-
-    Attributes:
-        agreement: share of steps whose token is the float32 choice.
-        largest_gap: largest float32 logit less that of the token, at most over the steps.
-        relative_error: L2, of the last step's logits; None if they were not kept.
-        bf16_*: the same of transformers in bfloat16.
-    """
-
-    agreement: float
-    bf16_agreement: float
-    largest_gap: float
-    bf16_largest_gap: float
-    relative_error: float | None
-    bf16_relative_error: float
-
-    @property
-    def accurate(self) -> bool:
-        """Whether the logits are about as close to float32 as bfloat16 allows; a NaN is not."""
-        return self.relative_error is None or self.relative_error <= LARGEST_ERROR * self.bf16_relative_error
-
-
-def judge(tokens: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
-    """Share of tokens [steps] that are the choice of logits [steps, vocab], and the largest gap to it."""
-    best, best_token = exact.max(1)
-    gaps = best - exact.gather(1, tokens[:, None])[:, 0]
-    return float((tokens == best_token).float().mean()), float(gaps.max())
-
-
-@torch.no_grad()
-def check(reference: Qwen3ForCausalLM, rounded: Qwen3ForCausalLM, prompts: torch.Tensor, run: Timed) -> Check:
-    """Feed prompts and the run's tokens to transformers, one sequence at a time.
-
-    Args:
-        reference, rounded: the model in float32 and in bfloat16.
-        prompts: int64 [B, T].
-    """
-    steps = run.tokens.shape[1]
-    fed = torch.cat((prompts, run.first[:, None], run.tokens[:, :-1]), 1)
-    choices, bf16_choices, errors, bf16_errors, norms = [], [], [], [], []
-    for sequence, tokens in enumerate(run.tokens):
-        ids = fed[sequence : sequence + 1]
-        exact, near = (
-            model(input_ids=ids, use_cache=False, logits_to_keep=steps).logits[0].float()
-            for model in (reference, rounded)
-        )
-        choices.append(judge(tokens, exact))
-        bf16_choices.append(judge(near.argmax(1), exact))
-        norms.append(exact[-1].norm())
-        bf16_errors.append((near[-1] - exact[-1]).norm())
-        if run.logits is not None:
-            errors.append((run.logits[sequence] - exact[-1]).norm())
-
-    def relative(parts: list[torch.Tensor]) -> float:
-        return float(torch.stack(parts).norm() / torch.stack(norms).norm())
-
-    agreement, gap = zip(*choices, strict=True)
-    bf16_agreement, bf16_gap = zip(*bf16_choices, strict=True)
-    return Check(
-        agreement=statistics.mean(agreement),
-        bf16_agreement=statistics.mean(bf16_agreement),
-        largest_gap=max(gap),
-        bf16_largest_gap=max(bf16_gap),
-        relative_error=relative(errors) if errors else None,
-        bf16_relative_error=relative(bf16_errors),
-    )
-
-
-def float32_copy(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
-    """The same weights in a float32 model on the same device."""
-    with torch.device(model.device):
-        copy = Qwen3ForCausalLM(model.config).float().eval()
-    copy.load_state_dict(model.state_dict())
-    return copy
-
-
-def step_bytes(model: Geometry, batch: int, context: int, element_bytes: int = 2) -> int:
-    """Bytes that a decode step has to read: all weights once, and the keys and values of each sequence.
-
-    Weights count as packed, in whole blocks. An embedding that is not the LM head too is read by the row,
-    one for each sequence.
-
-    Args:
-        context: positions of each sequence that are in the cache.
-        element_bytes: of an element of a weight matrix and of the cache.
-    """
-
-    def matrix(rows: int, columns: int) -> int:
-        return padded(rows) * padded(columns) * element_bytes
-
-    layer = (
-        matrix(model.qkv_rows, model.hidden)
-        + matrix(model.hidden, model.attention_width)
-        + matrix(2 * model.intermediate, model.hidden)
-        + matrix(model.hidden, model.intermediate)
-        + VECTOR_BYTES * 2 * (model.hidden + model.head_dim)
-    )
-    head = matrix(model.vocab, model.hidden) + VECTOR_BYTES * model.hidden
-    embedding = 0 if model.tied else batch * padded(model.hidden) * element_bytes
-    position = 2 * model.layers * model.kv_heads * model.head_dim * element_bytes
-    return model.layers * layer + head + embedding + batch * context * position
-
-
-@dataclass(frozen=True)
 class Setting:
     """What is measured. `prompt`: tokens of a prompt; `new`: steps of a repeat."""
 
@@ -303,16 +80,6 @@ class Setting:
     repeats: int
     schedules: list[str]
     baseline: bool
-
-    @property
-    def mean_context(self) -> int:
-        """Positions in the cache, on average over the steps."""
-        return self.prompt + self.new // 2
-
-    @property
-    def positions(self) -> int:
-        """Positions that the caches have room for."""
-        return self.prompt + self.new + SPARE
 
 
 @dataclass(frozen=True)
@@ -380,15 +147,8 @@ class ModelReport:
 
 def describe_check(result: Result) -> str:
     """The last column of the table."""
-    found = result.check
-    parts = [
-        f"float32 choice {found.agreement:.1%} (bf16 {found.bf16_agreement:.1%})",
-        f"gap {found.largest_gap:.2g} (bf16 {found.bf16_largest_gap:.2g})",
-    ]
-    if found.relative_error is not None:
-        parts.append(f"error {found.relative_error:.2e} (bf16 {found.bf16_relative_error:.2e})")
-    if result.compilation:
-        counted = result.compilation
+    parts = [str(result.check)]
+    if counted := result.compilation:
         recorded = counted.get("cudagraph_recorded_non_static_inputs", 0) > 0
         whole = recorded and not counted.get("cudagraph_skips", 0)
         parts.append("CUDA graphs" if whole else "CUDA GRAPHS NOT USED")
@@ -427,7 +187,6 @@ def find(
     """Make an engine, time it and check what it did."""
     engine = make()
     timed = measure(engine, prompts, setting.new, setting.repeats)
-    compilation = engine.compilation()
     tpot_ms = statistics.median(timed.repeats_ms)
     return Result(
         tpot_ms=tpot_ms,
@@ -436,7 +195,7 @@ def find(
         mbu=floor_ms / tpot_ms,
         first_step_s=timed.first_step_s,
         check=inspect(prompts, timed),
-        compilation=compilation,
+        compilation=engine.compilation(),
     )
 
 
@@ -449,23 +208,23 @@ def random_prompts(vocab: int, batch: int, length: int, device: torch.device) ->
 def measure_model(name: str, setting: Setting, bandwidth: float) -> ModelReport:
     """Measure one model in all engines and print a line for each."""
     source = random_model(name)
-    synchronize()
-    start = time.perf_counter()
-    mega = MegaModel.from_hf(
-        source, max_batch_size=max(setting.batches), max_seq_len=setting.positions, progress=False
+    positions = setting.prompt + setting.new + SPARE
+    packing_s, mega = seconds(
+        lambda: MegaModel.from_hf(
+            source, max_batch_size=max(setting.batches), max_seq_len=positions, progress=False
+        )
     )
-    synchronize()
-    packing_s = time.perf_counter() - start
     engines: dict[str, Callable[[], Engine]] = {
         f"megaflow {schedule}": partial(Megaflow, mega, schedule) for schedule in setting.schedules
     }
     if setting.baseline:
         engines[BASELINE] = partial(StaticCacheLoop, source, setting.prompt, setting.new)
     inspect = partial(check, float32_copy(source), source)
+    mean_context = setting.prompt + setting.new // 2
     rows = []
     for batch in setting.batches:
         prompts = random_prompts(mega.geometry.vocab, batch, setting.prompt, mega.device)
-        size = step_bytes(mega.geometry, batch, setting.mean_context)
+        size = step_bytes(mega.geometry, batch, mean_context)
         floor_ms = 1e3 * size / bandwidth
         for engine, make in engines.items():
             result = error = None
@@ -533,7 +292,7 @@ def main(
     warnings = [row.warning for report in reports for row in report.rows if row.warning]
     for warning in warnings:
         typer.echo(f"warning: {warning}")
-    record: dict[str, Any] = {
+    record = {
         "environment": facts,
         "copy_bytes_per_s": bandwidth,
         "kernels_cached_at_start": kernels_cached,

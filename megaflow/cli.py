@@ -8,18 +8,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict
+from typing import Annotated, Any
 
 import typer
 
 from megaflow.errors import CheckpointError, ConfigError, InputError, MegaflowError
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from megaflow.plan import Plan
-    from megaflow.taskgraph import TaskGraph
 
 app = typer.Typer(
     help="Decode Qwen3 language models in one persistent GPU kernel.",
@@ -151,76 +145,6 @@ def env(as_json: AsJson = False) -> None:
         typer.echo(f"{name:<16} {fact}")
 
 
-@dataclass(frozen=True)
-class Wait:
-    """An event tensor that an operator's tiles wait for: producer, shape, the notifies that events need."""
-
-    producer: str
-    events: tuple[int, ...]
-    least_need: int
-    most_need: int
-
-    def __str__(self) -> str:
-        shape = "x".join(map(str, self.events)) or "1"
-        most = f"-{self.most_need}" if self.most_need > self.least_need else ""
-        return f"{self.producer} {shape} need {self.least_need}{most}"
-
-
-@dataclass(frozen=True)
-class OperatorLine:
-    """One operator of a plan. `bytes` is what all its tiles together read from device memory."""
-
-    name: str
-    grid: tuple[int, ...]
-    tiles: int
-    bytes: int
-    waits: tuple[Wait, ...]
-
-
-@dataclass(frozen=True)
-class Range:
-    """Least, mean and most of something that each worker has."""
-
-    least: int
-    mean: float
-    most: int
-
-    @staticmethod
-    def of(values: "np.ndarray") -> "Range":
-        return Range(int(values.min()), float(values.mean()), int(values.max()))
-
-    def __str__(self) -> str:
-        return f"min {self.least:,}  mean {self.mean:,.1f}  max {self.most:,}"
-
-
-@dataclass(frozen=True)
-class PlanSummary:
-    """What `plan` prints.
-
-    Attributes:
-        lines: the operators outside layers and those of layer 0.
-        layers: number of layers, all of which are cut alike.
-        next_layer: the first operator of layer 1, which waits for layer 0; None if there is one layer.
-        operators, tasks, events, edges: how many there are in all.
-        waits, waits_left: waits of all tasks, and those that the schedule did not drop.
-        queue_length, worker_bytes: by worker, tasks and bytes; None if dynamic: decided at run time.
-        planning_ms: time that making the plan took, in ms.
-    """
-
-    lines: tuple[OperatorLine, ...]
-    layers: int
-    next_layer: OperatorLine | None
-    operators: int
-    tasks: int
-    events: int
-    edges: int
-    waits: int
-    waits_left: int
-    queue_length: Range | None
-    worker_bytes: Range | None
-    planning_ms: float
-
-
 @app.command()
 @errors_reported()
 def plan(
@@ -237,6 +161,7 @@ def plan(
     from megaflow.models.planner import make_plan
     from megaflow.models.qwen3 import qwen3_graph
     from megaflow.models.tiling import Device, tiling
+    from megaflow.plansummary import print_summary, summarise
     from megaflow.scheduler import scheduler
 
     geometry = read_geometry(read_config(model))
@@ -257,81 +182,3 @@ def plan(
         typer.echo(json.dumps(asdict(summary)))
     else:
         print_summary(summary)
-
-
-def operator_line(graph: "TaskGraph", number: int) -> OperatorLine:
-    """The line of one operator. What an operator waits for is the same for all steps but the very first."""
-    import numpy as np
-
-    op = graph.operators[number]
-    events = np.unique(graph.waits[graph.operator == number])
-    waits = []
-    for tensor in graph.event_tensors:
-        need = graph.event_need[events[(tensor.first <= events) & (events < tensor.first + tensor.size)]]
-        if len(need):
-            across = " of the step before" if tensor.first == graph.final_event else ""
-            producer = graph.operators[tensor.producer].name + across
-            waits.append(Wait(producer, tensor.shape, int(need.min()), int(need.max())))
-    return OperatorLine(op.name, op.grid, op.tiles, op.tiles * op.tile_bytes, tuple(waits))
-
-
-def summarise(plan: "Plan", layers: int, planning_ms: float) -> PlanSummary:
-    """The summary of a plan for a model of `layers` layers."""
-    import numpy as np
-
-    from megaflow.events import NONE
-
-    graph = plan.graph
-    names = [op.name for op in graph.operators]
-    layered = [i for i, name in enumerate(names) if name.startswith("layers.")]
-    later = [i for i in layered if not names[i].startswith("layers.0.")]
-    queue_length = worker_bytes = None
-    if not plan.dynamic:
-        tasks = np.diff(plan.queue_offsets)
-        worker = np.repeat(np.arange(plan.workers), tasks)
-        loads = np.zeros(plan.workers, np.int64)
-        np.add.at(loads, worker, graph.task_bytes()[plan.field("task")])
-        queue_length, worker_bytes = Range.of(tasks), Range.of(loads)
-    return PlanSummary(
-        lines=tuple(operator_line(graph, i) for i in range(len(names)) if i not in later),
-        layers=layers,
-        next_layer=operator_line(graph, later[0]) if later else None,
-        operators=len(names),
-        tasks=graph.tasks,
-        events=len(graph.event_need),
-        edges=len(graph.edges),
-        waits=int((graph.waits != NONE).sum()),
-        waits_left=sum(int((plan.field(column) != NONE).sum()) for column in ("wait0", "wait1")),
-        queue_length=queue_length,
-        worker_bytes=worker_bytes,
-        planning_ms=planning_ms,
-    )
-
-
-def print_summary(summary: PlanSummary) -> None:
-    """Print a summary as a table and totals."""
-    rows = [("operator", "grid", "tiles", "bytes read", "waits for: operator, events, notifies for each")]
-    for line in summary.lines:
-        grid = "x".join(map(str, line.grid))
-        rows.append((line.name, grid, f"{line.tiles:,}", f"{line.bytes:,}", ", ".join(map(str, line.waits))))
-    last_of_layer = max(i for i, row in enumerate(rows) if row[0].startswith("layers."))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for i, row in enumerate(rows):
-        name, grid, tiles, size, waits = (
-            cell.rjust(width) if column in (2, 3) else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        typer.echo(f"{name}  {grid}  {tiles}  {size}  {waits}".rstrip())
-        if i == last_of_layer and summary.next_layer is not None:
-            layers = "layer 1" if summary.layers == 2 else f"layers 1-{summary.layers - 1}"
-            first = summary.next_layer
-            typer.echo(f"{layers}: as layer 0; {first.name} waits for {', '.join(map(str, first.waits))}")
-    run_time = "decided at run time"
-    typer.echo(
-        f"\n{summary.operators:,} operators, {summary.tasks:,} tasks, {summary.events:,} events, "
-        f"{summary.edges:,} edges\n"
-        f"waits: {summary.waits_left:,} of {summary.waits:,} left after pruning\n"
-        f"queue length: {summary.queue_length or run_time}\n"
-        f"bytes per worker: {summary.worker_bytes or run_time}\n"
-        f"planning time: {summary.planning_ms:.0f} ms"
-    )

@@ -1,12 +1,12 @@
 """The benchmarks' own arithmetic and loops, on the CPU with small models."""
 
-import importlib
 import json
 import subprocess
-from contextlib import nullcontext
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +20,13 @@ from megaflow.models.geometry import Geometry, read_geometry
 from megaflow.models.mega_model import MegaModel
 from megaflow.models.weights import load_weights
 
-BENCH = Path(__file__).parents[1] / "bench"
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+import checking
+import common
+import engines
+import roofline
+import tpot
+
 SMALL = Geometry(
     layers=2, hidden=128, intermediate=192, heads=4, kv_heads=2, head_dim=64, vocab=256, tied=True, eps=1e-6,
     max_positions=512,
@@ -28,66 +34,61 @@ SMALL = Geometry(
 interpreter_only = pytest.mark.skipif(not interpreted(), reason="compares in float32, on the CPU")
 
 
-@pytest.fixture
-def tpot(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module("tpot")
-
-
-@pytest.fixture
-def common(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module("common")
+def uncompiled() -> AbstractContextManager[None]:
+    """Inside, what torch.compile made runs as plain Python."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def random_prompts(batch: int, length: int) -> torch.Tensor:
     return torch.randint(293, (batch, length), generator=torch.Generator().manual_seed(5))
 
 
-def test_step_bytes_of_a_tied_model(tpot: ModuleType) -> None:
+def test_step_bytes_of_a_tied_model() -> None:
     matrices = 2 * (512 * 128 + 128 * 256 + 384 * 128 + 128 * 192)
     vectors = 4 * (128 + 128 + 64 + 64)
     head = 2 * 256 * 128 + 4 * 128
     cache = 3 * 100 * 2 * 2 * 2 * 64 * 2  # B, positions, K and V, layers, KV heads, head_dim, bytes
-    assert tpot.step_bytes(SMALL, 3, 100) == 2 * (matrices + vectors) + head + cache == 1_064_448
+    assert roofline.step_bytes(SMALL, 3, 100) == 2 * (matrices + vectors) + head + cache == 1_064_448
 
 
-def test_step_bytes_of_an_untied_model_add_a_row_for_each_sequence(tpot: ModuleType) -> None:
+def test_step_bytes_of_an_untied_model_add_a_row_for_each_sequence() -> None:
     untied = replace(SMALL, tied=False)
-    assert tpot.step_bytes(untied, 3, 100) - tpot.step_bytes(SMALL, 3, 100) == 3 * 128 * 2
+    assert roofline.step_bytes(untied, 3, 100) - roofline.step_bytes(SMALL, 3, 100) == 3 * 128 * 2
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_step_bytes_count_the_weights_as_they_are_packed(tpot: ModuleType, tied: bool) -> None:
+def test_step_bytes_count_the_weights_as_they_are_packed(tied: bool) -> None:
     model = small_model(tie_word_embeddings=tied)  # its sizes are no multiples of a block
     geometry = read_geometry(model.config)
-    weights = load_weights(model, geometry, torch.float32, torch.device("cpu"), progress=False)
-    table = 0 if tied else weights.matrices["embedding"].data.numel() * 4
-    rows = 0 if tied else 2 * 128 * 4
-    assert tpot.step_bytes(geometry, 2, 0, element_bytes=4) == weights.bytes - table + rows
+    weights = load_weights(model, geometry, torch.bfloat16, torch.device("cpu"), progress=False)
+    table = 0 if tied else weights.matrices["embedding"].data.numel() * 2
+    rows = 0 if tied else 2 * 128 * 2
+    assert roofline.step_bytes(geometry, 2, 0) == weights.bytes - table + rows
 
 
-def test_step_bytes_of_a_published_size(tpot: ModuleType, common: ModuleType) -> None:
+def test_step_bytes_of_a_published_size() -> None:
     geometry = read_geometry(common.qwen3_config("Qwen3-8B"))
     with torch.device("meta"):
         model = Qwen3ForCausalLM(common.qwen3_config("Qwen3-8B"))
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
     vectors = sum(p.numel() for p in model.parameters() if p.dim() == 1)
     embedding = 151936 * 4096
-    assert tpot.step_bytes(geometry, 0, 0) == 2 * (matrices - embedding) + 4 * vectors
-    assert tpot.step_bytes(geometry, 1, 562) - tpot.step_bytes(geometry, 0, 0) == 8192 + 562 * 147_456
+    assert roofline.step_bytes(geometry, 0, 0) == 2 * (matrices - embedding) + 4 * vectors
+    assert roofline.step_bytes(geometry, 1, 562) - roofline.step_bytes(geometry, 0, 0) == 8192 + 562 * 147_456
 
 
-def test_static_cache_loop_continues_as_generate_does(tpot: ModuleType) -> None:
+def test_static_cache_loop_continues_as_generate_does() -> None:
     model, prompts = small_model(), random_prompts(3, 9)
     expected = torch.stack([reference_tokens(model, prompt, 7) for prompt in prompts])[:, 9:]
-    loop = tpot.StaticCacheLoop(model, prompt=9, steps=6, compiled=False)
+    loop = engines.StaticCacheLoop(model, prompt=9, steps=6)
     for _ in range(2):  # a second time after a reset
         first = loop.prefill(prompts)
-        assert torch.equal(torch.cat((first[:, None], loop.decode(first, 6)), 1), expected)
+        with uncompiled():
+            steps = loop.decode(first, 6)
+        assert torch.equal(torch.cat((first[:, None], steps), 1), expected)
 
 
-def test_static_cache_steps_are_one_graph(tpot: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_cache_steps_are_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_for_gpu = torch.compile
 
     def traced(function: Any, mode: str, **options: Any) -> Any:
@@ -96,9 +97,10 @@ def test_static_cache_steps_are_one_graph(tpot: ModuleType, monkeypatch: pytest.
 
     monkeypatch.setattr(torch, "compile", traced)
     model, prompts = small_model(), random_prompts(2, 5)
-    plain = tpot.StaticCacheLoop(model, prompt=5, steps=4, compiled=False)
-    loop = tpot.StaticCacheLoop(model, prompt=5, steps=4)
-    expected = plain.decode(plain.prefill(prompts), 4)
+    plain = engines.StaticCacheLoop(model, prompt=5, steps=4)
+    loop = engines.StaticCacheLoop(model, prompt=5, steps=4)
+    with uncompiled():
+        expected = plain.decode(plain.prefill(prompts), 4)
     for _ in range(2):
         assert torch.equal(loop.decode(loop.prefill(prompts), 4), expected)
     assert loop.compilation()["unique_graphs"] == 1
@@ -107,31 +109,32 @@ def test_static_cache_steps_are_one_graph(tpot: ModuleType, monkeypatch: pytest.
 
 @interpreter_only
 @pytest.mark.parametrize("schedule", ["static", "dynamic"])
-def test_megaflow_is_measured_and_checked(tpot: ModuleType, schedule: str) -> None:
+def test_megaflow_is_measured_and_checked(schedule: str) -> None:
     source, prompts = small_model(), random_prompts(2, 6)
     mega = MegaModel.from_hf(source, max_batch_size=2, max_seq_len=16, steps_per_launch=2, progress=False)
-    timed = tpot.measure(tpot.Megaflow(mega, schedule), prompts, steps=3, repeats=1)
+    timed = tpot.measure(engines.Megaflow(mega, schedule), prompts, steps=3, repeats=1)
     found = torch.cat((timed.first[:, None], timed.tokens), 1)
     assert torch.equal(found, torch.stack([reference_tokens(source, prompt, 4) for prompt in prompts])[:, 6:])
     assert len(timed.repeats_ms) == 1 and timed.repeats_ms[0] > 0 and timed.first_step_s > 0
 
     rounded = small_model().bfloat16()
-    check = tpot.check(tpot.float32_copy(source), rounded, prompts, timed)
+    check = checking.check(checking.float32_copy(source), rounded, prompts, timed)
     assert check.agreement == 1 and check.largest_gap == 0
     assert check.relative_error < 1e-4 < check.bf16_relative_error
     assert check.accurate
 
 
-def test_check_sees_wrong_tokens_and_logits(tpot: ModuleType) -> None:
+def test_check_sees_wrong_tokens_and_logits() -> None:
     model, prompts = small_model(), random_prompts(2, 6)
-    loop = tpot.StaticCacheLoop(model, prompt=6, steps=4, compiled=False)
-    timed = tpot.measure(loop, prompts, steps=4, repeats=1)
+    loop = engines.StaticCacheLoop(model, prompt=6, steps=4)
+    with uncompiled():
+        timed = tpot.measure(loop, prompts, steps=4, repeats=1)
     tokens = timed.tokens.clone()
     tokens[1, 3] = (tokens[1, 3] + 1) % 293
     fed = torch.cat((prompts, timed.first[:, None], timed.tokens[:, :-1]), 1)
     with torch.no_grad():
         logits = model(input_ids=fed).logits
-    check = tpot.check(model, model, prompts, replace(timed, tokens=tokens, logits=logits[:, -1] * 1.25))
+    check = checking.check(model, model, prompts, replace(timed, tokens=tokens, logits=logits[:, -1] * 1.25))
     assert check.agreement == pytest.approx(7 / 8) and check.bf16_agreement == 1
     gap = logits[1, -1].max() - logits[1, -1, tokens[1, 3]]
     assert check.largest_gap == pytest.approx(float(gap), rel=1e-3) and check.bf16_largest_gap == 0
@@ -139,17 +142,17 @@ def test_check_sees_wrong_tokens_and_logits(tpot: ModuleType) -> None:
     assert not check.accurate
 
 
-def test_logits_that_were_not_kept_or_are_not_numbers(tpot: ModuleType) -> None:
-    check = tpot.Check(1.0, 1.0, 0.0, 0.0, None, 0.01)
+def test_logits_that_were_not_kept_or_are_not_numbers() -> None:
+    check = checking.Check(1.0, 1.0, 0.0, 0.0, None, 0.01)
     assert check.accurate
     assert replace(check, relative_error=0.015).accurate
     assert not replace(check, relative_error=0.016).accurate
     assert not replace(check, relative_error=float("nan")).accurate
 
 
-def test_float32_copy_has_the_same_weights(tpot: ModuleType) -> None:
+def test_float32_copy_has_the_same_weights() -> None:
     model = small_model(tie_word_embeddings=False).bfloat16()
-    copy = tpot.float32_copy(model)
+    copy = checking.float32_copy(model)
     for name, weight in model.state_dict().items():
         assert copy.state_dict()[name].dtype == torch.float32
         assert torch.equal(copy.state_dict()[name], weight.float()), name
@@ -159,7 +162,6 @@ def test_float32_copy_has_the_same_weights(tpot: ModuleType) -> None:
 @interpreter_only
 @pytest.mark.parametrize(("largest_error", "code"), [(1.5, 0), (0.0, 1)])
 def test_whole_run_with_a_baseline_that_fails(
-    tpot: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -176,7 +178,7 @@ def test_whole_run_with_a_baseline_that_fails(
     monkeypatch.setattr(tpot, "copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(tpot, "random_model", lambda _: small_model().bfloat16())
     monkeypatch.setattr(tpot, "StaticCacheLoop", failing)
-    monkeypatch.setattr(tpot, "LARGEST_ERROR", largest_error)
+    monkeypatch.setattr(checking, "LARGEST_ERROR", largest_error)
     with pytest.raises(typer.Exit) if code else nullcontext() as stop:
         tpot.main(["Qwen3-0.6B"], [2], 4, 2, 1, ["static"], True, tmp_path / "found.json")
     assert (stop.value.exit_code if stop else 0) == code
@@ -184,7 +186,7 @@ def test_whole_run_with_a_baseline_that_fails(
     record = json.loads(printed[-1])
     assert (tmp_path / "found.json").read_text() == printed[-1] + "\n"
     megaflow, baseline = record["models"][0]["rows"]
-    assert megaflow["bytes"] == tpot.step_bytes(read_geometry(small_config()), 2, 5)
+    assert megaflow["bytes"] == roofline.step_bytes(read_geometry(small_config()), 2, 5)
     result = megaflow["result"]
     assert result["tpot_ms"] == result["repeats_ms"][0] and result["check"]["agreement"] == 1
     assert result["tokens_per_s"] == pytest.approx(2e3 / result["tpot_ms"])
@@ -195,8 +197,8 @@ def test_whole_run_with_a_baseline_that_fails(
     assert all(f"warning: {warning}" in printed for warning in record["warnings"])
 
 
-def test_warnings_are_about_megaflow_alone(tpot: ModuleType) -> None:
-    check = tpot.Check(1.0, 1.0, 0.0, 0.0, 0.02, 0.01)
+def test_warnings_are_about_megaflow_alone() -> None:
+    check = checking.Check(1.0, 1.0, 0.0, 0.0, 0.02, 0.01)
     result = tpot.Result(1.0, (1.0,), 1.0, 0.5, 1.0, check, {})
     row = tpot.Row("Qwen3-8B", 1, "megaflow static", 1, 0.5, result, None)
     assert "Qwen3-8B, batch 1, megaflow static: relative error 2.00e-02 is above 1.5 times" in row.warning
@@ -205,7 +207,7 @@ def test_warnings_are_about_megaflow_alone(tpot: ModuleType) -> None:
     assert asdict(row)["result"]["check"]["relative_error"] == 0.02
 
 
-def test_commit(common: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAFLOW_COMMIT", "abc")
     assert common.commit() == "abc"
     monkeypatch.delenv("MEGAFLOW_COMMIT")

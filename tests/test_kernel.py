@@ -1,6 +1,7 @@
 """The persistent kernel runs random programs in order: one worker in the interpreter, many on a GPU."""
 
 import dataclasses
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -65,7 +66,7 @@ def check(graph: TaskGraph, launches: list[np.ndarray]) -> None:
     assert len(np.unique(steps)) == steps.size, "and only once"
     for start, end in np.moveaxis(steps, 2, 1):
         assert (end[:, None] < start[None, :])[conflicts].all()
-    for before, after in zip(steps[:-1], steps[1:], strict=True):
+    for before, after in pairwise(steps):
         assert before.max() < after.min()
 
 

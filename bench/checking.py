@@ -1,0 +1,97 @@
+"""Whether a timed run was right: transformers, fed the run's tokens, in float32 and in bfloat16."""
+
+import statistics
+from dataclasses import dataclass
+
+import torch
+from engines import Timed
+from transformers import Qwen3ForCausalLM
+
+LARGEST_ERROR = 1.5  # of megaflow's logits, as a multiple of transformers' in bfloat16
+
+
+@dataclass(frozen=True)
+class Check:
+    """How a run compares with transformers in float32, with transformers in bfloat16 beside it.
+
+    Attributes:
+        agreement: share of steps whose token is the float32 choice.
+        largest_gap: largest float32 logit less that of the token, at most over the steps.
+        relative_error: L2, of the last step's logits; None if they were not kept.
+        bf16_*: the same of transformers in bfloat16.
+    """
+
+    agreement: float
+    bf16_agreement: float
+    largest_gap: float
+    bf16_largest_gap: float
+    relative_error: float | None
+    bf16_relative_error: float
+
+    @property
+    def accurate(self) -> bool:
+        """Whether the logits are about as close to float32 as bfloat16 allows; a NaN is not."""
+        return self.relative_error is None or self.relative_error <= LARGEST_ERROR * self.bf16_relative_error
+
+    def __str__(self) -> str:
+        parts = [
+            f"float32 choice {self.agreement:.1%} (bf16 {self.bf16_agreement:.1%})",
+            f"gap {self.largest_gap:.2g} (bf16 {self.bf16_largest_gap:.2g})",
+        ]
+        if self.relative_error is not None:
+            parts.append(f"error {self.relative_error:.2e} (bf16 {self.bf16_relative_error:.2e})")
+        return ", ".join(parts)
+
+
+def judge(tokens: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+    """Share of tokens [steps] that are the choice of logits [steps, vocab], and the largest gap to it."""
+    best, best_token = exact.max(1)
+    gaps = best - exact.gather(1, tokens[:, None])[:, 0]
+    return float((tokens == best_token).float().mean()), float(gaps.max())
+
+
+@torch.no_grad()
+def check(reference: Qwen3ForCausalLM, rounded: Qwen3ForCausalLM, prompts: torch.Tensor, run: Timed) -> Check:
+    """Feed prompts and the run's tokens to transformers, one sequence at a time.
+
+    Args:
+        reference, rounded: the model in float32 and in bfloat16.
+        prompts: int64 [B, T].
+    """
+    steps = run.tokens.shape[1]
+    fed = torch.cat((prompts, run.first[:, None], run.tokens[:, :-1]), 1)
+    choices, bf16_choices, errors, bf16_errors, norms = [], [], [], [], []
+    for sequence, tokens in enumerate(run.tokens):
+        ids = fed[sequence : sequence + 1]
+        exact, near = (
+            model(input_ids=ids, use_cache=False, logits_to_keep=steps).logits[0].float()
+            for model in (reference, rounded)
+        )
+        choices.append(judge(tokens, exact))
+        bf16_choices.append(judge(near.argmax(1), exact))
+        norms.append(exact[-1].norm())
+        bf16_errors.append((near[-1] - exact[-1]).norm())
+        if run.logits is not None:
+            errors.append((run.logits[sequence] - exact[-1]).norm())
+
+    def relative(parts: list[torch.Tensor]) -> float:
+        return float(torch.stack(parts).norm() / torch.stack(norms).norm())
+
+    agreement, gap = zip(*choices, strict=True)
+    bf16_agreement, bf16_gap = zip(*bf16_choices, strict=True)
+    return Check(
+        agreement=statistics.mean(agreement),
+        bf16_agreement=statistics.mean(bf16_agreement),
+        largest_gap=max(gap),
+        bf16_largest_gap=max(bf16_gap),
+        relative_error=relative(errors) if errors else None,
+        bf16_relative_error=relative(bf16_errors),
+    )
+
+
+def float32_copy(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
+    """The same weights in a float32 model on the same device."""
+    with torch.device(model.device):
+        copy = Qwen3ForCausalLM(model.config).float().eval()
+    copy.load_state_dict(model.state_dict())
+    return copy
