@@ -24,7 +24,10 @@ app = typer.Typer(
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A local checkpoint directory or a hub id.")]
 Schedule = Annotated[str, typer.Option(help="static (queues from the host) or dynamic (a device queue).")]
-MaxSeqLen = Annotated[int, typer.Option(help="Most tokens of a sequence, prompt and generated together.")]
+MaxSeqLen = Annotated[
+    int | None,
+    typer.Option(help="Most tokens of a sequence, prompt and generated together.", show_default="2048, or the model's"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -64,7 +67,7 @@ def generate(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT", help="Several prompts are one batch.")],
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate for each prompt.")] = 32,
     schedule: Schedule = "static",
-    max_seq_len: MaxSeqLen = 2048,
+    max_seq_len: MaxSeqLen = None,
     page_size: Annotated[int, typer.Option(help="Positions in a page of the KV cache.")] = 64,
     temperature: Annotated[float, typer.Option(help="Of the sampling; 0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0 is off.")] = 0,
@@ -151,13 +154,13 @@ def plan(
     model: Model,
     batch: Annotated[int, typer.Option(help="Sequences that are decoded at once.")] = 1,
     schedule: Schedule = "static",
-    max_seq_len: MaxSeqLen = 2048,
+    max_seq_len: MaxSeqLen = None,
     workers: Annotated[int, typer.Option(min=1, help="Resident programs; an H200 has 264.")] = 264,
     as_json: AsJson = False,
 ) -> None:
     """Print how a decode step is cut and scheduled on a GPU like an H200. Needs no GPU and no weights."""
     from megaflow.models.geometry import read_geometry
-    from megaflow.models.mega_model import LARGEST_BATCH
+    from megaflow.models.mega_model import DEFAULT_SEQ_LEN, LARGEST_BATCH
     from megaflow.models.planner import make_plan
     from megaflow.models.qwen3 import qwen3_graph
     from megaflow.models.tiling import Device, tiling
@@ -165,6 +168,8 @@ def plan(
     from megaflow.scheduler import scheduler
 
     geometry = read_geometry(read_config(model))
+    if max_seq_len is None:
+        max_seq_len = min(DEFAULT_SEQ_LEN, geometry.max_positions)
     limits = {"batch": (batch, LARGEST_BATCH), "max-seq-len": (max_seq_len, geometry.max_positions)}
     for name, (value, most) in limits.items():
         if not 1 <= value <= most:

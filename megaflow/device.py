@@ -167,14 +167,18 @@ def push(triggers, first, last, wait_count, arrivals, epoch, queue, capacity, co
 
 
 @jit
-def pop(initial, n_initial, queue, capacity, total, control, timeout_ns):
-    """The next ready task and its step, or task -1 when there is none left for this worker."""
+def pop(initial, n_initial, queue, capacity, n_tasks, steps, control, timeout_ns):
+    """The next ready task and its step, or task -1 when there is none left for this worker.
+
+    The n-th task pushed in a launch goes to the holder of ticket n, through slot n % capacity. Tickets that are out
+    at the same time must not share a slot, so capacity is n_tasks plus the number of workers.
+    """
     ticket = tl.atomic_add(control + HEAD, 1, sem="relaxed", scope="gpu")
-    step = ticket // capacity
+    step = ticket // n_tasks
     task = -1
     if ticket < n_initial:
         task = tl.load(initial + ticket)
-    elif ticket < total:
+    elif ticket < n_tasks * steps:
         slot = queue + ticket % capacity
         # a poll takes at least half a microsecond on a GPU; in the interpreter nobody else can push
         polls = 1 if INTERPRETED else timeout_ns // 500
@@ -189,7 +193,7 @@ def pop(initial, n_initial, queue, capacity, total, control, timeout_ns):
             elif tl.atomic_add(control + ABORT, 0, sem="relaxed", scope="gpu") != 0:
                 waiting = False
             elif polls <= 0:
-                report(control, capacity, -1, ticket, total)
+                report(control, n_tasks, -1, ticket, n_tasks * steps)
                 waiting = False
         tl.store(slot, 0)
     return task, step

@@ -89,7 +89,11 @@ class Edge:
     @property
     def covers(self) -> bool:
         """Whether every producer tile is waited for by some consumer tile."""
-        selecting = [a.consumer_axis for a in self.axes if a.consumer_axis is not None and a.count > 1]
+        selecting = [
+            a.consumer_axis
+            for a in self.axes
+            if a.consumer_axis is not None and (a.count > 1 or NONE in a.consumer)
+        ]
         if len(set(selecting)) < len(selecting):  # one consumer axis selects two classes: not all pairs occur
             return False
         return all(

@@ -68,7 +68,8 @@ def stopped(events, event_need, final_event, step, control, n_tasks, timeout_ns)
     wanted = tl.load(event_need + final_event) * (tl.load(control + EPOCH) + step)
     wait(events, final_event, wanted, control, n_tasks, timeout_ns)
     stop = tl.load(control + STOP_STEP, volatile=True)
-    abort = tl.load(control + ABORT, volatile=True)
+    # an atomic is done by one thread for all: warps that saw different flags would part for good
+    abort = tl.atomic_add(control + ABORT, 0, sem="relaxed", scope="gpu")
     return ((stop != 0) & (step >= stop)) | (abort != 0)
 
 
@@ -84,7 +85,7 @@ def megakernel(
     wait_count,  # int32 [N]
     arrivals,  # int32 [N]
     initial,  # int32 [n_initial], tasks that are ready at a launch's start
-    queue,  # int32 [N], the ready queue: task + 1, or 0
+    queue,  # int32 [N + workers], the ready queue: task + 1, or 0
     control,  # int32 [CONTROL_WORDS]
     n_tasks,
     n_initial,
@@ -99,10 +100,11 @@ def megakernel(
 ):
     # what is live across a task costs registers in every task: epoch and queue bounds are read again when needed
     worker = tl.program_id(0)
+    capacity = n_tasks + tl.num_programs(0)
     task = -1
     step = 0
     if dynamic:
-        task, step = pop(initial, n_initial, queue, n_tasks, n_tasks * steps, control, timeout_ns)
+        task, step = pop(initial, n_initial, queue, capacity, n_tasks, steps, control, timeout_ns)
     else:
         task = first_task(queue_offsets, worker)
 
@@ -124,11 +126,11 @@ def megakernel(
         if dynamic:
             if notify0 >= 0:
                 signal(notify0, step, steps, final_event, events, event_need, triggers_of, triggers, wait_count,
-                       arrivals, epoch, queue, n_tasks, control)  # fmt: skip
+                       arrivals, epoch, queue, capacity, control)  # fmt: skip
             if notify1 >= 0:
                 signal(notify1, step, steps, final_event, events, event_need, triggers_of, triggers, wait_count,
-                       arrivals, epoch, queue, n_tasks, control)  # fmt: skip
-            task, step = pop(initial, n_initial, queue, n_tasks, n_tasks * steps, control, timeout_ns)
+                       arrivals, epoch, queue, capacity, control)  # fmt: skip
+            task, step = pop(initial, n_initial, queue, capacity, n_tasks, steps, control, timeout_ns)
         else:
             if notify0 >= 0:
                 notify(events, notify0)

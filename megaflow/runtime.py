@@ -66,7 +66,7 @@ class LoadedPlan:
         tasks, events = plan.graph.tasks, len(plan.graph.event_need)
         self._events = zeros(events, 32)
         self._arrivals = zeros(tasks)
-        self._queue = zeros(tasks)
+        self._queue = zeros(tasks + plan.workers)
         self._arrays = (put(plan.records), put(plan.queue_offsets), table, self._events, put(plan.graph.event_need))
         self._dynamic_arrays = (
             put(plan.triggers_of), put(plan.triggers), put(plan.wait_count), self._arrivals,
@@ -87,24 +87,27 @@ class LoadedPlan:
             BackendError: if the workers do not all fit on the device at once.
         """
         plan = self.plan
+        assert isinstance(steps, int) and steps >= 1, steps
+        assert plan.graph.tasks * steps < 2**31, "tickets are int32"
         options = {} if interpreted() else {"num_warps": WARPS, "launch_cooperative_grid": True}
         try:
-            megakernel[(plan.workers,)](
-                *self._arrays,
-                *self._dynamic_arrays,
-                self._control,
-                plan.graph.tasks,
-                len(plan.initial),
-                plan.graph.final_event,
-                steps,
-                int(plan.dynamic),
-                self._timeout_ns,
-                ROW=ROW_WIDTH,
-                BODIES=self._bodies,
-                CONFIG=self._config,
-                FINGERPRINT=self._fingerprint,
-                **options,
-            )
+            with torch.cuda.device_of(self._control):
+                megakernel[(plan.workers,)](
+                    *self._arrays,
+                    *self._dynamic_arrays,
+                    self._control,
+                    plan.graph.tasks,
+                    len(plan.initial),
+                    plan.graph.final_event,
+                    steps,
+                    int(plan.dynamic),
+                    self._timeout_ns,
+                    ROW=ROW_WIDTH,
+                    BODIES=self._bodies,
+                    CONFIG=self._config,
+                    FINGERPRINT=self._fingerprint,
+                    **options,
+                )
         except RuntimeError as error:
             if "cooperative" not in str(error):
                 raise

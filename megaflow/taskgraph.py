@@ -105,6 +105,9 @@ def program_conflicts(operators: Sequence[TiledOperator]) -> list[dict[int, list
 
 
 def _covers(access: Access, grid: tuple[int, ...]) -> bool:
+    axes = [span.axis for span in access.spans if span.axis is not None]
+    if len(set(axes)) < len(axes):  # a diagonal
+        return False
     for extent, span in zip(access.shape, access.spans, strict=True):
         start, stop = span.bounds(grid, extent)
         if start[0] > 0 or stop[-1] < extent or (start[1:] > stop[:-1]).any():

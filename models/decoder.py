@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from megaflow.device import STOP_STEP
+from megaflow.errors import DeadlockError
 from megaflow.graph import Tensor
 from megaflow.models.geometry import Geometry
 from megaflow.models.kv_cache import PagedKVCache
@@ -49,8 +50,7 @@ class Decoder:
         self._graph = qwen3_graph(model, cache.max_seq_len)
         self._lengths: list[int] = []
         self._plans: dict[tuple[int, str], LoadedPlan] = {}
-        where = cos.device
-        self._control = new_control(where)
+        self._where = where = cos.device
 
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=where)
@@ -81,7 +81,6 @@ class Decoder:
             "cos": cos,
             "sin": sin,
             "block_table": cache.block_table,
-            "stop_step": self._control[STOP_STEP.value :],
         }
         limits = {
             "B": max_batch_size,
@@ -89,14 +88,15 @@ class Decoder:
             LOGIT_PARTS.name: -(-model.vocab // smallest_rows(model, device)),
         }
         for tensor in self._graph.tensors.values():
-            if tensor.name not in self._buffers:
+            # a plan's control block, of which stop_step is a word, comes with the plan
+            if tensor.name not in self._buffers and tensor.name != "stop_step":
                 self._buffers[tensor.name] = self._activation(tensor, limits)
 
     def _activation(self, tensor: Tensor, limits: dict[str, int]) -> torch.Tensor:
         rows, width = tensor.bind(limits)
         dtype = self._dtype if tensor.dtype == "model" else getattr(torch, tensor.dtype)
         # whole weight blocks wide; linear layers read the padding, which stays zero
-        return torch.zeros((rows, padded(width)), dtype=dtype, device=self._control.device)
+        return torch.zeros((rows, padded(width)), dtype=dtype, device=self._where)
 
     def plan(self, schedule: str) -> LoadedPlan:
         """The plan for the present batch size, made on first use."""
@@ -104,13 +104,13 @@ class Decoder:
         if key not in self._plans:
             cut = tiling(self._model, self.batch, self._device, str(self._dtype).removeprefix("torch."))
             plan = make_plan(self._graph, cut, scheduler(schedule), self._device.workers)
-            control = new_control(self._control.device)
+            control = new_control(self._where)
             buffers = {**self._buffers, "stop_step": control[STOP_STEP.value :]}
             table = [
                 KINDS_BY_NAME[op.kind].packed_row(op, tiled, buffers)
                 for op, tiled in zip(self._graph.operators, plan.graph.operators, strict=True)
             ]
-            on_device = torch.tensor(table, dtype=torch.int64).to(self._control.device)
+            on_device = torch.tensor(table, dtype=torch.int64).to(self._where)
             self._plans[key] = LoadedPlan(plan, on_device, control, [kind.body for kind in KINDS], cut.config)
         return self._plans[key]
 
@@ -137,10 +137,10 @@ class Decoder:
         self._state["finished"][: self.batch] = sequences.to(torch.int32)
         self._state["unfinished"].fill_(int((~sequences).sum()))
 
-    @property
-    def unfinished(self) -> int:
-        """Sequences that have not reached an end."""
-        return int(self._state["unfinished"])
+    def drop(self) -> None:
+        """Forget the sequences; new ones can start."""
+        self.batch = 0
+        self._lengths = []
 
     def run(self, tokens: torch.Tensor, steps: int, schedule: str) -> torch.Tensor:
         """Run up to `steps` decode steps in one launch.
@@ -150,13 +150,20 @@ class Decoder:
             steps: at most steps_per_launch; fewer are run when all sequences finish.
         Returns:
             int64 [B, steps that were run]: the greedy choice after each step.
+        Raises:
+            DeadlockError: the schedule did not finish; the sequences are dropped.
         """
         for sequence, length in enumerate(self._lengths):
             self._cache.reserve(sequence, length + steps)
         self._state["tokens"][: self.batch] = tokens.to(torch.int32)
         plan = self.plan(schedule)
         plan.launch(steps)
-        done = plan.finish().steps
+        try:
+            done = plan.finish().steps
+        except DeadlockError:  # attention may have stopped between its splits; the sequences are lost
+            self._buffers["arrived"].zero_()
+            self.drop()
+            raise
         self._lengths = self._state["positions"][: self.batch].tolist()
         return self._state["generated"][: self.batch, :done].long()
 

@@ -49,8 +49,8 @@ def read_prompts(input_ids: Prompts, attention_mask: torch.Tensor | None, vocab:
         InputError: no sequences, an empty prompt, a token id out of range, a mask of another shape.
     """
     if attention_mask is not None:
-        if not isinstance(input_ids, torch.Tensor) or attention_mask.shape != input_ids.shape:
-            raise InputError("attention_mask needs input_ids as a tensor of the same shape [B, T]")
+        if not isinstance(input_ids, torch.Tensor) or getattr(attention_mask, "shape", None) != input_ids.shape:
+            raise InputError("attention_mask needs to be a tensor, and input_ids one of the same shape [B, T]")
         prompts = [row[keep.bool()] for row, keep in zip(input_ids, attention_mask, strict=True)]
     else:
         if isinstance(input_ids, torch.Tensor) and input_ids.dim() != 2:
@@ -81,6 +81,9 @@ def end_tokens(model: "MegaModel", eos: int | list[int] | None, pad: int | None)
         pad = model.generation_config.pad_token_id
     if pad is None:
         pad = ends[0] if ends else 0
+    for token in (*ends, pad):
+        if not isinstance(token, int) or not -(2**31) <= token < 2**31:
+            raise InputError(f"eos or pad token id is {token!r}; it must be an integer of 32 bits")
     return ends, pad
 
 
@@ -97,8 +100,8 @@ def generate(
     """See MegaModel.generate."""
     prompts = read_prompts(input_ids, attention_mask, model.geometry.vocab)
     longest = max(len(p) for p in prompts)
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise InputError(f"max_new_tokens is {max_new_tokens!r}; it must be an integer of at least 1")
     if longest + max_new_tokens > model.max_seq_len:
         raise CapacityError(
             f"prompt of {longest} tokens and {max_new_tokens} new ones need {longest + max_new_tokens} positions, "

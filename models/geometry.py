@@ -70,6 +70,8 @@ def read_geometry(config: Any) -> Geometry:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     _require(heads % kv_heads == 0, "num_key_value_heads", kv_heads, f"a divisor of {heads} attention heads")
     rope = getattr(config, "rope_parameters", None) or {}
+    partial = rope.get("partial_rotary_factor", 1.0)
+    _require(partial == 1.0, "rope_parameters.partial_rotary_factor", partial, "1.0")
     rope_type = rope.get("rope_type", "default")
     _require(rope_type in ROPE_TYPES, "rope_parameters.rope_type", rope_type, f"one of {ROPE_TYPES}")
     return Geometry(

@@ -20,6 +20,7 @@ from megaflow.scheduler import scheduler
 
 LARGEST_BATCH = 128
 STEPS_PER_LAUNCH = 32
+MOST_STEPS = 4096  # a launch's tasks are counted in int32
 DEFAULT_SEQ_LEN = 2048
 
 
@@ -91,8 +92,8 @@ class MegaModel:
                 f"max_seq_len is {max_seq_len}; the configuration's max_position_embeddings allows "
                 f"1 to {self.geometry.max_positions}"
             )
-        if steps_per_launch < 1:
-            raise ConfigError(f"steps_per_launch is {steps_per_launch}; it must be at least 1")
+        if not 1 <= steps_per_launch <= MOST_STEPS:
+            raise ConfigError(f"steps_per_launch is {steps_per_launch}; it must be 1 to {MOST_STEPS}")
         self.set_schedule(schedule)
         self.device = device
         self.max_batch_size = max_batch_size
@@ -146,7 +147,11 @@ class MegaModel:
             )
         self._decoder.start([len(p) for p in prompts])
         on_device = [p.to(self.device) for p in prompts]
-        return prefill(self.geometry, self._weights, self._cache, self._cos, self._sin, on_device)
+        try:
+            return prefill(self.geometry, self._weights, self._cache, self._cos, self._sin, on_device)
+        except BaseException:  # out of memory, an interrupt: the cache is half written
+            self._decoder.drop()
+            raise
 
     def decode(self, next_tokens: torch.Tensor) -> torch.Tensor:
         """Append one token to each sequence and run one step.
@@ -169,6 +174,7 @@ class MegaModel:
         if low < 0 or high >= self.geometry.vocab:
             bad = low if low < 0 else high
             raise InputError(f"token id {bad} is out of range; the vocabulary has ids 0 to {self.geometry.vocab - 1}")
+        self._decoder.set_ends([], 0)  # the caller decides where a sequence ends
         self._decoder.run(tokens, 1, self.schedule)
         return self._decoder.logits()
 

@@ -104,7 +104,10 @@ def checkpoint_files(source: str | Path) -> list[Path]:
         except (OSError, ValueError, HfHubHTTPError) as error:
             raise CheckpointError(f"{source} is no directory and cannot be downloaded ({error})") from error
     if (directory / INDEX).exists():
-        names = sorted(set(json.loads((directory / INDEX).read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads((directory / INDEX).read_text())["weight_map"].values()))
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{directory / INDEX} is no index of shards ({error!r}); copy it again") from error
     else:
         names = [SINGLE]
     for name in names:
@@ -123,7 +126,7 @@ def read_files(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
             with safe_open(path, framework="pt") as shard:
                 for name in shard.keys():  # noqa: SIM118 (safe_open is no mapping)
                     yield name, shard.get_tensor(name)
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); copy the file again") from error
 
 
@@ -164,7 +167,7 @@ def load_weights(
                     f"{list(target.shape)}; config.json and the weights are not of the same model"
                 )
             if target.rows is None:
-                vectors[target.name] = tensor.to(device, torch.float32)
+                vectors[target.name] = tensor.to(device, torch.float32, copy=True)
             else:
                 if target.name not in matrices:
                     shape = (fused_rows[target.name], target.shape[1])

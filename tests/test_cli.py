@@ -84,7 +84,7 @@ def test_text_goes_through_the_tokenizer_and_stops_at_its_end(tmp_path: Path):
     two = run("generate", tmp_path, "w5 w17", "w31", *options)
     assert two.stdout.splitlines() == [f"[{n}] {text}" for n, text in enumerate(texts, 1)]
     model.generation_config.eos_token_id = int(ids[1].split(",")[0])
-    model.config.save_pretrained(tmp_path)
+    model.generation_config.save_pretrained(tmp_path)
     assert run("generate", tmp_path, "w31", *options).stdout == f"{texts[1].split()[0]}\n"
 
 

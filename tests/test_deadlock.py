@@ -6,7 +6,7 @@ import pytest
 import torch
 from checkpoints import small_model
 
-from megaflow import DeadlockError, MegaModel
+from megaflow import DeadlockError, InputError, MegaModel
 from megaflow.plan import Plan
 from megaflow.records import FIELDS
 from megaflow.runtime import LoadedPlan
@@ -59,7 +59,38 @@ def test_a_wait_for_too_many_notifies_is_reported(model):
     good = decoder.plan("static")
     place = int((good.plan.field("wait0") >= 0).nonzero()[0][-1])
     decoder._plans[1, "static"] = broken(good, without(good.plan, "need0", place, 1000))
-    with pytest.raises(DeadlockError, match=r"needed 1000"):
+    for _ in range(2):
+        model.prefill([[1, 2, 3]])
+        with pytest.raises(DeadlockError, match=r"needed 1000"):
+            model.decode(torch.tensor([1]))
+
+
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
+def test_a_launch_that_stops_between_the_splits_of_attention_leaves_nothing_behind(schedule):
+    model = MegaModel.from_hf(small_model(num_key_value_heads=1), max_seq_len=128, progress=False)
+    prompt = [list(range(1, 90))]  # two splits
+    model.set_schedule(schedule)
+    wanted = model.generate(prompt, 3)
+    decoder = model._decoder
+    good = decoder.plan(schedule)
+    graph = good.plan.graph
+    assert graph.operators[2].grid == (1, 1, 2)
+    records = good.plan.records.copy()
+    if schedule == "dynamic":  # the second split is never released: its wait is counted twice
+        split = int((graph.operator[good.plan.field("task")] == 2).nonzero()[0][1])
+        count = good.plan.wait_count.copy()
+        count[split] += 1
+        plan = dataclasses.replace(good.plan, wait_count=count)
+    else:
+        split = int((graph.operator[good.plan.field("task")] == 2).nonzero()[0][1])
+        records[split, FIELDS.index("kind")] = 99  # no body runs
+        records[split, FIELDS.index("notify0")] = -1
+        plan = dataclasses.replace(good.plan, records=records)
+    decoder._plans[1, schedule] = broken(good, plan)
+    with pytest.raises(DeadlockError):
+        model.generate(prompt, 3)
+    with pytest.raises(InputError, match="call prefill first"):
         model.decode(torch.tensor([1]))
-    with pytest.raises(DeadlockError, match=r"needed 1000"):
-        model.decode(torch.tensor([1]))
+    decoder._plans[1, schedule] = good
+    good.reset()
+    assert torch.equal(model.generate(prompt, 3), wanted)

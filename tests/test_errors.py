@@ -32,12 +32,15 @@ REQUESTS = {
     "negative token id": (lambda m: m.prefill([[-5]]), InputError, r"token id -5 is out of range"),
     "empty prompt": (lambda m: m.generate([[1], []], 1), InputError, r"prompt 1 is empty; give at least one token"),
     "no prompts": (lambda m: m.generate([], 1), InputError, r"no sequences; give at least one prompt"),
-    "no new tokens": (lambda m: m.generate([[1]], 0), InputError, r"max_new_tokens is 0; it must be at least 1"),
+    "no new tokens": (lambda m: m.generate([[1]], 0), InputError, r"is 0; it must be an integer of at least 1"),
+    "fractional new tokens": (lambda m: m.generate([[1]], 2.5), InputError, r"max_new_tokens is 2.5; it must"),
+    "pad beyond int32": (lambda m: m.generate([[1]], 1, pad_token_id=2**31), InputError, r"2147483648; .* 32 bits"),
+    "mask as a list": (lambda m: m.prefill(torch.ones(1, 1).long(), [[1]]), InputError, r"attention_mask needs"),
     "one-dimensional ids": (lambda m: m.prefill(torch.tensor([1, 2])), InputError, r"\[2\]; it must be \[B, T\]"),
     "mask of another shape": (
         lambda m: m.generate(torch.ones(1, 3).long(), 1, attention_mask=torch.ones(1, 2)),
         InputError,
-        r"attention_mask needs input_ids as a tensor of the same shape",
+        r"attention_mask needs .* of the same shape",
     ),
     "top_p out of range": (lambda m: m.generate([[1]], 1, temperature=1.0, top_p=2.0), InputError, r"top_p is 2.0"),
     "negative temperature": (lambda m: m.generate([[1]], 1, temperature=-1.0), InputError, r"temperature is -1.0"),
@@ -82,6 +85,10 @@ CONFIGS = {
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
         r"rope_parameters.rope_type is 'dynamic'",
     ),
+    "partial rope": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        r"rope_parameters.partial_rotary_factor is 0.5",
+    ),
     "activation": ({"hidden_act": "gelu"}, r"hidden_act is 'gelu'"),
     "width": ({"hidden_size": 72}, r"hidden_size is 72; supported: a multiple of 16"),
 }
@@ -103,7 +110,7 @@ def test_an_unsupported_configuration_is_refused_by_field(checkpoint, case):
         ({"max_batch_size": 129}, r"max_batch_size is 129"),
         ({"max_seq_len": 513}, r"max_seq_len is 513; .* 1 to 512"),
         ({"page_size": 48}, r"page_size is 48; it must be a power of two"),
-        ({"steps_per_launch": 0}, r"steps_per_launch is 0"),
+        ({"steps_per_launch": 0}, r"steps_per_launch is 0; it must be 1 to 4096"),
     ],
 )
 def test_options_out_of_range_are_refused(option, message):

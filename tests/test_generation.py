@@ -70,6 +70,16 @@ def test_sampling_follows_the_seed_and_top_k_1_is_greedy(model):
     assert not torch.equal(model.generate(PROMPTS, 3, temperature=5.0, top_p=0.9, seed=4), first)
 
 
+def test_decode_goes_on_after_an_end_that_generate_found(hf, model):
+    wanted = reference_tokens(hf, torch.tensor(PROMPTS[0]), 6)[3:].tolist()
+    end = next(i for i, token in enumerate(wanted) if i >= 1 and token not in wanted[:i])
+    model.generate(PROMPTS[:1], 6, eos_token_id=wanted[end])
+    with torch.no_grad():
+        for new in ([wanted[end]], [wanted[end], 9], [wanted[end], 9, 8]):
+            ids = torch.tensor([[*PROMPTS[0], *wanted[:end], *new]])
+            assert torch.allclose(model.decode(ids[:, -1]), hf(ids).logits[:, -1], atol=2e-5)
+
+
 def test_a_new_prefill_forgets_the_sequences_before(hf, model):
     model.generate(PROMPTS, 4)
     ids = torch.tensor([[9, 8, 7, 6]])
