@@ -1,5 +1,6 @@
 """On a GPU: real geometries with random weights against transformers, repeatability, and a broken plan."""
 
+import copy
 import sys
 import time
 from pathlib import Path
@@ -23,8 +24,7 @@ def models(request):
     """transformers in bfloat16 and in float32, and megaflow, with the same weights."""
     hf = random_model(request.param)
     mega = MegaModel.from_hf(hf, max_batch_size=max(BATCHES), max_seq_len=PROMPT + 64, progress=False)
-    reference = type(hf)(hf.config).to("cuda", torch.float32).eval()
-    reference.load_state_dict(hf.state_dict())
+    reference = copy.deepcopy(hf).float()
     yield hf, reference, mega
     torch.cuda.empty_cache()
 
