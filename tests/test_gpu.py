@@ -78,6 +78,28 @@ def test_both_modes_give_the_same_tokens_over_many_steps_in_few_launches(models)
 
 
 @pytest.mark.parametrize("schedule", ["static", "dynamic"])
+def test_a_launch_replays_from_a_cuda_graph(models, schedule):
+    mega = models[2]
+    mega.set_schedule(schedule)
+    prompt = [torch.randint(0, mega.geometry.vocab, (40,)) for _ in range(2)]
+    wanted = mega.generate(prompt, 10, eos_token_id=[])[:, 40:]
+    decoder = mega._decoder
+    first = mega.prefill(prompt).argmax(1)
+    for sequence in range(2):
+        decoder._cache.reserve(sequence, 50)
+    decoder._state["tokens"][:2] = first.to(torch.int32)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decoder.plan(schedule).launch(3)
+    tokens = [first[:, None]]
+    for _ in range(3):
+        graph.replay()
+        assert decoder.plan(schedule).finish().steps == 3
+        tokens.append(decoder._state["generated"][:2, :3].long())
+    assert torch.equal(torch.cat(tokens, 1), wanted)
+
+
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
 def test_a_broken_plan_ends_in_a_deadlock_error_within_two_seconds(models, schedule):
     mega = models[2]
     mega.set_schedule(schedule)
