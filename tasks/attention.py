@@ -24,8 +24,6 @@ FIELDS = ("qkv", "qkv_stride", "q_norm", "k_norm", "cos", "sin", "positions", "k
  PARTIAL, STATISTICS, ARRIVED) = map(tl.constexpr, range(len(FIELDS)))  # fmt: skip
 
 LINE = tl.constexpr(64)  # elements of a 128-byte line
-SPLIT_BLOCK = tl.constexpr(32)  # splits whose statistics are read at once
-COMBINE_STAGES = tl.constexpr(4)  # a split's partial sums are fetched while those before are added
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -71,13 +69,11 @@ def combine(row, unit, splits, active, out, o_out, mask, CONFIG: tl.constexpr):
     partial = pointer(row, PARTIAL, tl.float32) + unit.to(tl.int64) * splits * G * D
     statistics = pointer(row, STATISTICS, tl.float32) + unit * splits * G * 2
     top = tl.full([G], float("-inf"), tl.float32)
-    for first in range(0, active, SPLIT_BLOCK):
-        o_s = first + tl.arange(0, SPLIT_BLOCK)
-        p_top = statistics + o_s[:, None] * G * 2 + o_g[None, :]
-        top = tl.maximum(top, tl.max(tl.load(p_top, mask=(o_s < active)[:, None], other=float("-inf")), 0))
+    for split in range(0, active):
+        top = tl.maximum(top, tl.load(statistics + split * G * 2 + o_g))
     total = tl.full([G], 0.0, tl.float32)
     acc = tl.full([G, D], 0.0, tl.float32)
-    for split in tl.range(0, active, num_stages=COMBINE_STAGES):
+    for split in range(0, active):
         weight = tl.exp2(tl.load(statistics + split * G * 2 + o_g) - top)
         total += weight * tl.load(statistics + split * G * 2 + G + o_g)
         acc += weight[:, None] * tl.load(partial + split * G * D + o_out, mask=mask, other=0.0)
@@ -109,9 +105,6 @@ def attention_body(row, c_sequence, c_head, c_split, step, inputs, CONFIG: tl.co
     sin = tl.load(pointer(row, SIN, tl.float32) + position * D + o_d)[None, :]
     q_weight = tl.load(pointer(row, Q_NORM, tl.float32) + o_d)[None, :]
     q_pair_weight = tl.load(pointer(row, Q_NORM, tl.float32) + o_pair)[None, :]
-    k_weight = tl.load(pointer(row, K_NORM, tl.float32) + o_d)[None, :]
-    k_pair_weight = tl.load(pointer(row, K_NORM, tl.float32) + o_pair)[None, :]
-    new_slot = slots(table, position, position >= 0, page_shift, kv_heads, c_head, CONFIG)
     o_s = start + tl.arange(0, S)
     slot = slots(table, o_s, o_s < stop, page_shift, kv_heads, c_head, CONFIG)
     lines = slot[:, None] + tl.arange(0, D // LINE)[None, :] * LINE
@@ -126,6 +119,9 @@ def attention_body(row, c_sequence, c_head, c_split, step, inputs, CONFIG: tl.co
         q = norm_rope(qkv + (o_g * D)[:, None], o_gd, m_g, q_weight, q_pair_weight, cos, sin, CONFIG)
         q = (q * (LOG2E * D**-0.5)).to(CONFIG.element)
         if c_split == active - 1:
+            k_weight = tl.load(pointer(row, K_NORM, tl.float32) + o_d)[None, :]
+            k_pair_weight = tl.load(pointer(row, K_NORM, tl.float32) + o_pair)[None, :]
+            new_slot = slots(table, position, position >= 0, page_shift, kv_heads, c_head, CONFIG)
             append(row, qkv, group, new_slot, k_weight, k_pair_weight, cos, sin, CONFIG)
             tl.debug_barrier()  # the loop below reads this position from the cache
 
