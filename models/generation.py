@@ -61,13 +61,20 @@ def read_prompts(input_ids: Prompts, attention_mask: torch.Tensor | None, vocab:
     for i, prompt in enumerate(prompts):
         if prompt.numel() == 0:
             raise InputError(f"prompt {i} is empty; give at least one token (a begin-of-text token, for instance)")
-        if prompt.dim() != 1 or prompt.is_floating_point():
-            raise InputError(f"prompt {i} has shape {list(prompt.shape)} and {prompt.dtype}; give integers [length]")
-        low, high = int(prompt.min()), int(prompt.max())
-        if low < 0 or high >= vocab:
-            bad = low if low < 0 else high
-            raise InputError(f"prompt {i}: token id {bad} is out of range; the vocabulary has ids 0 to {vocab - 1}")
+        if prompt.dim() != 1:
+            raise InputError(f"prompt {i} has shape {list(prompt.shape)}; it must be [length]")
+        check_ids(prompt, f"prompt {i}", vocab)
     return [prompt.long() for prompt in prompts]
+
+
+def check_ids(ids: torch.Tensor, what: str, vocab: int) -> None:
+    """Raises InputError unless all of `ids` (one at least) are integers from 0 to vocab - 1."""
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise InputError(f"{what}: token ids are {ids.dtype}; give integers")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab:
+        bad = low if low < 0 else high
+        raise InputError(f"{what}: token id {bad} is out of range; the vocabulary has ids 0 to {vocab - 1}")
 
 
 def end_tokens(model: "MegaModel", eos: int | list[int] | None, pad: int | None) -> tuple[list[int], int]:

@@ -10,7 +10,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from megaflow.backend import interpreted, kernel_device
 from megaflow.errors import CapacityError, CheckpointError, ConfigError, InputError
 from megaflow.models.decoder import Decoder
-from megaflow.models.generation import Prompts, Sampling, generate, read_prompts
+from megaflow.models.generation import Prompts, Sampling, check_ids, generate, read_prompts
 from megaflow.models.geometry import read_geometry
 from megaflow.models.kv_cache import PagedKVCache
 from megaflow.models.prefill import prefill
@@ -170,10 +170,7 @@ class MegaModel:
             raise InputError("decode has no sequences to continue; call prefill first")
         if len(tokens) != self._decoder.batch:
             raise InputError(f"{len(tokens)} next tokens for {self._decoder.batch} sequences; give one for each")
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self.geometry.vocab:
-            bad = low if low < 0 else high
-            raise InputError(f"token id {bad} is out of range; the vocabulary has ids 0 to {self.geometry.vocab - 1}")
+        check_ids(tokens, "next tokens", self.geometry.vocab)
         self._decoder.set_ends([], 0)  # the caller decides where a sequence ends
         self._decoder.run(tokens, 1, self.schedule)
         return self._decoder.logits()

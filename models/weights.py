@@ -44,12 +44,6 @@ class Weights:
         """The device tensors by the names that the graph uses."""
         return {name: weight.data for name, weight in self.matrices.items()} | dict(self.vectors)
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of all distinct tensors."""
-        tensors = {t.data_ptr(): t for t in self.buffers().values()}
-        return sum(t.numel() * t.element_size() for t in tensors.values())
-
 
 def weight_table(model: Geometry) -> dict[str, Target]:
     """Checkpoint name -> target, for all tensors of a Qwen3 dense checkpoint."""

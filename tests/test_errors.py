@@ -64,6 +64,8 @@ def test_decode_checks_its_tokens_and_the_room_that_is_left(model):
         model.decode(torch.tensor([1, 2]))
     with pytest.raises(InputError, match=r"token id 293 is out of range"):
         model.decode(torch.tensor([293]))
+    with pytest.raises(InputError, match=r"token ids are torch.float32; give integers"):
+        model.decode(torch.tensor([1.7]))
     model.decode(torch.tensor([1]))
     with pytest.raises(CapacityError, match=r"needs 33 positions, max_seq_len is 32; create the model"):
         model.decode(torch.tensor([1]))
