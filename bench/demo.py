@@ -18,9 +18,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from megaflow import MegaModel
 from megaflow.models.planner import make_plan
 from megaflow.models.qwen3 import qwen3_graph
-from megaflow.models.tiling import current_device, tiling
+from megaflow.models.tiling import tiling
 from megaflow.plan import Plan
 from megaflow.scheduler import SCHEDULES, scheduler
+from megaflow.target import current_device
 
 PROMPT_LENGTHS = (1, 5, 12)
 NEW_TOKENS = 8

@@ -163,9 +163,10 @@ def plan(
     from megaflow.models.mega_model import DEFAULT_SEQ_LEN, LARGEST_BATCH
     from megaflow.models.planner import make_plan
     from megaflow.models.qwen3 import qwen3_graph
-    from megaflow.models.tiling import Device, tiling
+    from megaflow.models.tiling import tiling
     from megaflow.plansummary import print_summary, summarise
     from megaflow.scheduler import scheduler
+    from megaflow.target import Device
 
     geometry = read_geometry(read_config(model))
     if max_seq_len is None:

@@ -9,7 +9,7 @@ import torch
 import megaflow
 from megaflow.backend import interpreted, kernel_device
 from megaflow.errors import BackendError
-from megaflow.models.tiling import current_device
+from megaflow.target import current_device
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from megaflow.models.geometry import Geometry
 from megaflow.models.kv_cache import PagedKVCache
 from megaflow.models.planner import KINDS_BY_NAME, make_plan
 from megaflow.models.qwen3 import LOGIT_PARTS, RESIDUAL_PARTS, qwen3_graph
-from megaflow.models.tiling import Device, smallest_rows, tiling
+from megaflow.models.tiling import kernel_config, smallest_rows, tiling
 from megaflow.models.weights import Weights
 from megaflow.runtime import LoadedPlan, new_control
 from megaflow.scheduler import scheduler
+from megaflow.target import Device
 from megaflow.tasks import KINDS
 from megaflow.tasks.packing import padded
 from megaflow.tasks.select import MAX_EOS
@@ -65,7 +66,7 @@ class Decoder:
             "pad": ints(1),
         }
         units = max(max_batch_size * model.kv_heads, device.tiling_workers)
-        group = tiling(model, 1, device, "bfloat16").config.group
+        group = kernel_config(model, 1, device, "bfloat16").group
         workspace = {
             "partial": torch.zeros(units * group * model.head_dim, device=where),
             "statistics": torch.zeros(units * group * 2, device=where),

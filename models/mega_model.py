@@ -14,9 +14,9 @@ from megaflow.models.generation import Prompts, Sampling, check_ids, generate, r
 from megaflow.models.geometry import read_geometry
 from megaflow.models.kv_cache import PagedKVCache
 from megaflow.models.prefill import prefill
-from megaflow.models.tiling import current_device
 from megaflow.models.weights import load_weights
 from megaflow.scheduler import scheduler
+from megaflow.target import current_device
 
 LARGEST_BATCH = 128
 STEPS_PER_LAUNCH = 32

@@ -1,45 +1,12 @@
 """Tile sizes for a model on a device: the small set of compiled kernels and their workers."""
 
-from dataclasses import dataclass
-
-import torch
-
 from megaflow.kinds import KernelConfig, Tiling
 from megaflow.models.geometry import Geometry
 from megaflow.models.qwen3 import LOGIT_PARTS, RESIDUAL_PARTS
+from megaflow.target import Device
 from megaflow.tasks.linear import row_tiles
 
 TOKEN_TILES = (1, 16, 32)  # one compiled kernel each; a batch takes the first that holds it
-
-
-@dataclass(frozen=True)
-class Device:
-    """What planning needs to know of a device.
-
-    Attributes:
-        workers: resident programs of the persistent kernel.
-        tiling_workers: workers that the tile sizes are chosen for.
-        interpreted: whether the kernel runs in Triton's interpreter.
-    """
-
-    workers: int
-    tiling_workers: int
-    interpreted: bool
-
-
-H200 = Device(workers=264, tiling_workers=264, interpreted=False)
-# The interpreter runs programs one after another, so there is one worker. Operators are still cut as if there
-# were a few, so that tests see several tiles.
-INTERPRETER = Device(workers=1, tiling_workers=2, interpreted=True)
-WORKERS_PER_SM = 2
-
-
-def current_device(device: torch.device) -> Device:
-    """The device that a model was put on."""
-    if device.type == "cpu":
-        return INTERPRETER
-    workers = WORKERS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
-    return Device(workers, workers, False)
 
 
 def kernel_config(model: Geometry, batch: int, device: Device, dtype: str) -> KernelConfig:

@@ -8,14 +8,16 @@ import sys
 import pytest
 
 from megaflow.compilation import SHARED_MEMORY
-from megaflow.models.tiling import TOKEN_TILES, WORKERS_PER_SM
+from megaflow.models.tiling import TOKEN_TILES
+from megaflow.target import WORKERS_PER_SM
 
 # compiled in a process of its own: this one may interpret
 PROGRAM = """
 import dataclasses, json, sys
 from megaflow.compilation import compile_kernel
 from megaflow.models.geometry import Geometry
-from megaflow.models.tiling import H200, TOKEN_TILES, kernel_config
+from megaflow.models.tiling import TOKEN_TILES, kernel_config
+from megaflow.target import H200
 from megaflow.tasks import KINDS
 bodies = [kind.body for kind in KINDS]
 for head_dim in (64, 128):
