@@ -41,25 +41,6 @@ def errors_reported() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-@contextmanager
-def reading(what: str, source: str) -> Iterator[None]:
-    """Around a call of transformers that reads `what` of a checkpoint: errors become a CheckpointError."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{source}: the {what} cannot be read ({error}); give a checkpoint directory or a hub id"
-        ) from error
-
-
-def read_config(source: str) -> Any:
-    """The transformers configuration of a checkpoint. Raises CheckpointError."""
-    from transformers import AutoConfig
-
-    with reading("configuration", source):
-        return AutoConfig.from_pretrained(source)
-
-
 @app.command()
 @errors_reported()
 def generate(
@@ -79,7 +60,6 @@ def generate(
     from megaflow.models.generation import end_tokens
     from megaflow.models.mega_model import MegaModel
 
-    read_config(model)  # a mistaken MODEL shows here, before anything is loaded
     tokenizer = None if token_ids else read_tokenizer(model)
     ids = tokenizer(prompts)["input_ids"] if tokenizer else [parse_ids(prompt) for prompt in prompts]
     mega = MegaModel.from_hf(
@@ -93,7 +73,7 @@ def generate(
     sequences = mega.generate(
         ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
-    ends, _ = end_tokens(mega, None, None)
+    ends, _ = end_tokens(mega.generation_config)
     longest = max(len(prompt) for prompt in ids)
     for number, sequence in enumerate(sequences[:, longest:].tolist(), 1):
         new = until_end(sequence, ends)
@@ -108,8 +88,12 @@ def read_tokenizer(source: str) -> Any:
     """The transformers tokenizer of a checkpoint. Raises CheckpointError."""
     from transformers import AutoTokenizer
 
-    with reading("tokenizer", source):
+    try:
         tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{source}: the tokenizer cannot be read ({error}); give a checkpoint directory or a hub id"
+        ) from error
     if not tokenizer("a")["input_ids"]:  # transformers makes an empty tokenizer where there are no files
         raise CheckpointError(f"{source}: tokenizer files are missing; copy them too, or use --token-ids")
     return tokenizer
@@ -160,7 +144,7 @@ def plan(
 ) -> None:
     """Print how a decode step is cut and scheduled on a GPU like an H200. Needs no GPU and no weights."""
     from megaflow.models.geometry import read_geometry
-    from megaflow.models.mega_model import DEFAULT_SEQ_LEN, LARGEST_BATCH
+    from megaflow.models.mega_model import LARGEST_BATCH, read_configs
     from megaflow.models.planner import make_plan
     from megaflow.models.qwen3 import qwen3_graph
     from megaflow.models.tiling import tiling
@@ -168,17 +152,14 @@ def plan(
     from megaflow.scheduler import scheduler
     from megaflow.target import Device
 
-    geometry = read_geometry(read_config(model))
-    if max_seq_len is None:
-        max_seq_len = min(DEFAULT_SEQ_LEN, geometry.max_positions)
-    limits = {"batch": (batch, LARGEST_BATCH), "max-seq-len": (max_seq_len, geometry.max_positions)}
-    for name, (value, most) in limits.items():
-        if not 1 <= value <= most:
-            raise ConfigError(f"{name} is {value}; it must be 1 to {most}")
+    geometry = read_geometry(read_configs(model)[0])
+    limit = geometry.sequence_limit(max_seq_len)
+    if not 1 <= batch <= LARGEST_BATCH:
+        raise ConfigError(f"batch is {batch}; it must be 1 to {LARGEST_BATCH}")
     device = Device(workers=workers, tiling_workers=workers, interpreted=False)
     start = time.perf_counter()
     made = make_plan(
-        qwen3_graph(geometry, max_seq_len),
+        qwen3_graph(geometry, limit),
         tiling(geometry, batch, device, "bfloat16"),
         scheduler(schedule),
         workers,

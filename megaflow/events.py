@@ -8,13 +8,12 @@ joined, so an event may stand for more tiles than a consumer needs, never for fe
 writes these maps by hand; here they follow from the regions.)
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from megaflow.regions import Access, TiledOperator, overlap
+from megaflow.regions import Access, overlap
 
 NONE = -1
 
@@ -118,37 +117,35 @@ class Edge:
         return np.where((stacked == NONE).any(0), NONE, index)
 
 
-def derive_edge(
-    producer: int, consumer: int, operators: Sequence[TiledOperator], conflicts: list[tuple[Access, Access]]
-) -> Edge | None:
-    """The edge between two operators, or None if none of their tiles conflict.
+def edge_axes(
+    producer_grid: tuple[int, ...], consumer_grid: tuple[int, ...], conflicts: tuple[tuple[Access, Access], ...]
+) -> tuple[AxisClasses, ...] | None:
+    """The axes of the edge between two operators, None if none of their tiles conflict.
 
     Args:
-        producer, consumer: indices into `operators`.
         conflicts: pairs (producer's access, consumer's access) of the same tensor that must be ordered.
     """
-    p, c = operators[producer], operators[consumer]
-    edges = [e for a, b in conflicts if (e := _access_classes(a, p, b, c)) is not None]
-    if not edges:
+    found = [c for a, b in conflicts if (c := _access_classes(a, producer_grid, b, consumer_grid)) is not None]
+    if not found:
         return None
     axes = []
-    for axis, classes in enumerate(zip(*edges, strict=True)):
+    for extent, classes in zip(producer_grid, zip(*found, strict=True), strict=True):
         agree = all(a.same(b) for a, b in pairwise(classes))
-        axes.append(classes[0] if agree else AxisClasses.joined(p.grid[axis]))
-    return Edge(producer, consumer, tuple(axes))
+        axes.append(classes[0] if agree else AxisClasses.joined(extent))
+    return tuple(axes)
 
 
 def _access_classes(
-    a: Access, producer: TiledOperator, b: Access, consumer: TiledOperator
+    a: Access, producer_grid: tuple[int, ...], b: Access, consumer_grid: tuple[int, ...]
 ) -> tuple[AxisClasses, ...] | None:
     relations: dict[int, list[tuple[int | None, np.ndarray]]] = {}
-    for meets, p, c in zip(overlap(a, producer.grid, b, consumer.grid), a.spans, b.spans, strict=True):
+    for meets, p, c in zip(overlap(a, producer_grid, b, consumer_grid), a.spans, b.spans, strict=True):
         if not meets.any():
             return None
         if p.axis is not None:
             relations.setdefault(p.axis, []).append((c.axis, meets))
     axes = []
-    for axis, extent in enumerate(producer.grid):
+    for axis, extent in enumerate(producer_grid):
         found = relations.get(axis, [])
         if len(found) != 1:  # not in this tensor, or in two of its dimensions: wait for the whole axis
             axes.append(AxisClasses.joined(extent))

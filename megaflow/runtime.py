@@ -1,7 +1,6 @@
 """Launching a plan: its arrays and counters on the device, the launch itself, and what a failed wait means."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,6 @@ from megaflow.plan import Plan
 
 WARPS = 4
 WAIT_TIMEOUT_S = 1.0
-
-
-@dataclass(frozen=True)
-class LaunchReport:
-    """What a launch did. `steps` may be fewer than asked for: the launch ends when all sequences have finished."""
-
-    steps: int
 
 
 class LoadedPlan:
@@ -116,16 +108,18 @@ class LoadedPlan:
                 "use fewer workers"
             ) from error
 
-    def finish(self) -> LaunchReport:
+    def finish(self) -> int:
         """Wait for the latest launch to end and check it.
 
+        Returns:
+            Steps that were run; fewer than asked for if all sequences finished.
         Raises:
             DeadlockError: if a wait in it ran out of time; the counters are reset, so the plan stays usable.
         """
         control = self._control.cpu()
         code, worker, event, seen, wanted = control[ABORT.value : ABORT.value + REPORT_WORDS].tolist()
         if code == 0:
-            return LaunchReport(int(control[STEPS_DONE.value]))
+            return int(control[STEPS_DONE.value])
         self.reset()
         graph = self.plan.graph
         task = code - 1

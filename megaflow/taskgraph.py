@@ -9,11 +9,12 @@ operator of the step before.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 from megaflow.errors import PlanError
-from megaflow.events import NONE, Edge, derive_edge
+from megaflow.events import NONE, Edge, edge_axes
 from megaflow.orders import KnownOrders
 from megaflow.regions import Access, TiledOperator
 
@@ -122,12 +123,13 @@ def kept_edges(operators: Sequence[TiledOperator]) -> list[list[Edge]]:
         PlanError: beyond MAX_WAITS edges, or if the last operator does not depend on all others.
     """
     orders = KnownOrders()
+    axes_of = cache(edge_axes)  # layers repeat each other, so most edges have been derived before
     covered: list[int] = []  # bit p of covered[c]: every tile of p runs before some tile of c
     for index, conflicts in enumerate(program_conflicts(operators)):
         kept: list[Edge] = []
         for earlier in sorted(conflicts, reverse=True):
-            edge = derive_edge(earlier, index, operators, conflicts[earlier])
-            if edge is not None and not orders.implied(edge, kept):
+            axes = axes_of(operators[earlier].grid, operators[index].grid, tuple(conflicts[earlier]))
+            if axes is not None and not orders.implied(edge := Edge(earlier, index, axes), kept):
                 kept.append(edge)
         if len(kept) > MAX_WAITS:
             names = ", ".join(operators[e.producer].name for e in kept)
@@ -176,7 +178,8 @@ def build_task_graph(operators: Sequence[TiledOperator]) -> TaskGraph:
                 f"operator {operators[producer].name} would notify more than {MAX_NOTIFIES} event tensors; "
                 "let its consumers read it in the same tiles"
             )
-        tensor = EventTensor(producer, shape, sum(t.size for t in event_tensors))
+        first = event_tensors[-1].first + event_tensors[-1].size if event_tensors else 0
+        tensor = EventTensor(producer, shape, first)
         event_tensors.append(tensor)
         tensors_of[producer].append((tensor, index))
         notifies[producer][:, notified[producer]] = np.where(index == NONE, NONE, index + tensor.first)

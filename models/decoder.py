@@ -160,7 +160,7 @@ class Decoder:
         plan = self.plan(schedule)
         plan.launch(steps)
         try:
-            done = plan.finish().steps
+            done = plan.finish()
         except DeadlockError:  # attention may have stopped between its splits; the sequences are lost
             self._buffers["arrived"].zero_()
             self.drop()

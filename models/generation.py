@@ -1,45 +1,48 @@
 """Requests: reading prompts, greedy generation over launches of several steps, and sampling."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from megaflow.errors import CapacityError, InputError
 from megaflow.models.decoder import Decoder
 from megaflow.tasks.select import MAX_EOS
 
-if TYPE_CHECKING:
-    from megaflow.models.mega_model import MegaModel
-
 Prompts = torch.Tensor | Sequence[Sequence[int]] | Sequence[torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn. `top_k` 0 and `top_p` 1 leave the distribution whole."""
+class Sampler:
+    """Draws tokens by transformers' logits processors. `top_k` 0 and `top_p` 1 leave the distribution whole.
 
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int | None
+    Raises:
+        InputError: for values out of range.
+    """
 
-    def processors(self) -> LogitsProcessorList:
-        """transformers' processors for these settings. Raises InputError for values out of range."""
-        if not self.temperature > 0:
-            raise InputError(f"temperature is {self.temperature}; it must be 0 (greedy) or above")
-        if self.top_k < 0:
-            raise InputError(f"top_k is {self.top_k}; it must be 0 (off) or above")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (off)")
-        found = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature))])
-        if self.top_k:
-            found.append(TopKLogitsWarper(self.top_k))
-        if self.top_p < 1:
-            found.append(TopPLogitsWarper(self.top_p))
-        return found
+    def __init__(self, temperature: float, top_k: int, top_p: float, seed: int | None, device: torch.device) -> None:
+        if not temperature > 0:
+            raise InputError(f"temperature is {temperature}; it must be 0 (greedy) or above")
+        if top_k < 0:
+            raise InputError(f"top_k is {top_k}; it must be 0 (off) or above")
+        if not 0 < top_p <= 1:
+            raise InputError(f"top_p is {top_p}; it must be above 0 and at most 1 (off)")
+        self._processors = LogitsProcessorList([TemperatureLogitsWarper(float(temperature))])
+        if top_k:
+            self._processors.append(TopKLogitsWarper(top_k))
+        if top_p < 1:
+            self._processors.append(TopPLogitsWarper(top_p))
+        self._generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+
+    def choose(self, logits: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+        """The next tokens, int64 [B], from logits [B, vocab] and the sequences so far [B, T]."""
+        weights = self._processors(sequences, logits).softmax(1)
+        return torch.multinomial(weights, 1, generator=self._generator)[:, 0]
 
 
 def read_prompts(input_ids: Prompts, attention_mask: torch.Tensor | None, vocab: int) -> list[torch.Tensor]:
@@ -77,15 +80,29 @@ def check_ids(ids: torch.Tensor, what: str, vocab: int) -> None:
         raise InputError(f"{what}: token id {bad} is out of range; the vocabulary has ids 0 to {vocab - 1}")
 
 
-def end_tokens(model: "MegaModel", eos: int | list[int] | None, pad: int | None) -> tuple[list[int], int]:
+def check_length(prompts: Sequence[torch.Tensor], max_new_tokens: int, max_seq_len: int) -> None:
+    """Raises InputError or CapacityError unless so many new tokens can follow the longest prompt."""
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise InputError(f"max_new_tokens is {max_new_tokens!r}; it must be an integer of at least 1")
+    longest = max(len(p) for p in prompts)
+    if longest + max_new_tokens > max_seq_len:
+        raise CapacityError(
+            f"prompt of {longest} tokens and {max_new_tokens} new ones need {longest + max_new_tokens} positions, "
+            f"max_seq_len is {max_seq_len}; ask for fewer or create the model with a larger max_seq_len"
+        )
+
+
+def end_tokens(
+    config: GenerationConfig, eos: int | list[int] | None = None, pad: int | None = None
+) -> tuple[list[int], int]:
     """The eos ids and the pad id of a request, from its arguments or the generation configuration."""
     if eos is None:
-        eos = model.generation_config.eos_token_id
+        eos = config.eos_token_id
     ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     if len(ends) > MAX_EOS:
         raise InputError(f"{len(ends)} eos token ids; at most {MAX_EOS} are possible")
     if pad is None:
-        pad = model.generation_config.pad_token_id
+        pad = config.pad_token_id
     if pad is None:
         pad = ends[0] if ends else 0
     for token in (*ends, pad):
@@ -94,60 +111,45 @@ def end_tokens(model: "MegaModel", eos: int | list[int] | None, pad: int | None)
     return ends, pad
 
 
-def generate(
-    model: "MegaModel",
+def continue_prompts(
     decoder: Decoder,
-    input_ids: Prompts,
+    schedule: str,
+    prompts: Sequence[torch.Tensor],
+    logits: torch.Tensor,
     max_new_tokens: int,
-    attention_mask: torch.Tensor | None,
-    eos_token_id: int | list[int] | None,
-    pad_token_id: int | None,
-    sampling: Sampling | None,
+    ends: Sequence[int],
+    pad: int,
+    sampler: Sampler | None,
 ) -> torch.Tensor:
-    """See MegaModel.generate."""
-    prompts = read_prompts(input_ids, attention_mask, model.geometry.vocab)
-    longest = max(len(p) for p in prompts)
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise InputError(f"max_new_tokens is {max_new_tokens!r}; it must be an integer of at least 1")
-    if longest + max_new_tokens > model.max_seq_len:
-        raise CapacityError(
-            f"prompt of {longest} tokens and {max_new_tokens} new ones need {longest + max_new_tokens} positions, "
-            f"max_seq_len is {model.max_seq_len}; ask for fewer or create the model with a larger max_seq_len"
-        )
-    ends, pad = end_tokens(model, eos_token_id, pad_token_id)
-    processors = sampling.processors() if sampling else None
-    logits = model.prefill(prompts)
-    decoder.set_ends(ends, pad)
+    """Generate after a prefill.
 
+    Args:
+        logits: float32 [B, vocab], of the prefill.
+        sampler: None for greedy tokens, several steps a launch.
+    Returns:
+        int64 [B, longest prompt + new], prompts padded on the left.
+    """
+    longest = max(len(p) for p in prompts)
     sequences = torch.full((len(prompts), longest), pad, dtype=torch.int64, device=logits.device)
     for row, prompt in zip(sequences, prompts, strict=True):
         row[longest - len(prompt) :] = prompt.to(logits.device)
-
     end_ids = torch.tensor(ends, dtype=torch.int64, device=logits.device)
-    generator = None
-    if sampling is not None and sampling.seed is not None:
-        generator = torch.Generator(logits.device).manual_seed(sampling.seed)
 
-    def choose(logits: torch.Tensor, so_far: torch.Tensor) -> torch.Tensor:
-        if processors is None:
-            return logits.argmax(1)
-        weights = processors(so_far, logits).softmax(1)
-        return torch.multinomial(weights, 1, generator=generator)[:, 0]
-
-    tokens = choose(logits, sequences)
+    tokens = sampler.choose(logits, sequences) if sampler else logits.argmax(1)
     finished = torch.isin(tokens, end_ids)
     decoder.finish(finished)
     sequences = torch.cat((sequences, tokens[:, None]), 1)
     left = max_new_tokens - 1
     while left and not finished.all():
-        if processors is None:
-            new = decoder.run(tokens, min(left, decoder.steps_per_launch), model.schedule)
+        if sampler is None:
+            new = decoder.run(tokens, min(left, decoder.steps_per_launch), schedule)
+            finished = finished | torch.isin(new, end_ids).any(1)
         else:
-            decoder.run(tokens, 1, model.schedule)
-            new = choose(decoder.logits(), sequences)[:, None]
+            decoder.run(tokens, 1, schedule)
+            new = sampler.choose(decoder.logits(), sequences)[:, None]
             new[finished] = pad
-        finished = finished | torch.isin(new, end_ids).any(1)
-        decoder.finish(finished)
+            finished = finished | torch.isin(new[:, 0], end_ids)
+            decoder.finish(finished)  # the device has looked for an end among its own, greedy, choices
         sequences = torch.cat((sequences, new), 1)
         tokens = new[:, -1]
         left -= new.shape[1]

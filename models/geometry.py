@@ -6,6 +6,7 @@ from typing import Any
 from megaflow.errors import ConfigError
 
 HEAD_DIMS = (64, 128)
+DEFAULT_SEQ_LEN = 2048
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # static kinds: cos and sin depend on the position alone
 
 
@@ -35,6 +36,19 @@ class Geometry:
     def group(self) -> int:
         """Query heads for each KV head (GQA ratio)."""
         return self.heads // self.kv_heads
+
+    def sequence_limit(self, asked: int | None) -> int:
+        """Most tokens of a sequence: what is asked for, by default 2048 or what the configuration allows if less.
+
+        Raises:
+            ConfigError: beyond what the configuration allows.
+        """
+        limit = min(DEFAULT_SEQ_LEN, self.max_positions) if asked is None else asked
+        if not 1 <= limit <= self.max_positions:
+            raise ConfigError(
+                f"max_seq_len is {limit}; the configuration's max_position_embeddings allows 1 to {self.max_positions}"
+            )
+        return limit
 
     @property
     def qkv_rows(self) -> int:

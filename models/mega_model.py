@@ -10,7 +10,15 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from megaflow.backend import interpreted, kernel_device
 from megaflow.errors import CapacityError, CheckpointError, ConfigError, InputError
 from megaflow.models.decoder import Decoder
-from megaflow.models.generation import Prompts, Sampling, check_ids, generate, read_prompts
+from megaflow.models.generation import (
+    Prompts,
+    Sampler,
+    check_ids,
+    check_length,
+    continue_prompts,
+    end_tokens,
+    read_prompts,
+)
 from megaflow.models.geometry import read_geometry
 from megaflow.models.kv_cache import PagedKVCache
 from megaflow.models.prefill import prefill
@@ -21,7 +29,6 @@ from megaflow.target import current_device
 LARGEST_BATCH = 128
 STEPS_PER_LAUNCH = 32
 MOST_STEPS = 4096  # a launch's tasks are counted in int32
-DEFAULT_SEQ_LEN = 2048
 
 
 class MegaModel:
@@ -83,15 +90,9 @@ class MegaModel:
     ) -> None:
         self.config, self.generation_config = read_configs(source)
         self.geometry = read_geometry(self.config)
-        if max_seq_len is None:
-            max_seq_len = min(DEFAULT_SEQ_LEN, self.geometry.max_positions)
+        max_seq_len = self.geometry.sequence_limit(max_seq_len)
         if not 1 <= max_batch_size <= LARGEST_BATCH:
             raise ConfigError(f"max_batch_size is {max_batch_size}; it must be 1 to {LARGEST_BATCH}")
-        if not 1 <= max_seq_len <= self.geometry.max_positions:
-            raise ConfigError(
-                f"max_seq_len is {max_seq_len}; the configuration's max_position_embeddings allows "
-                f"1 to {self.geometry.max_positions}"
-            )
         if not 1 <= steps_per_launch <= MOST_STEPS:
             raise ConfigError(f"steps_per_launch is {steps_per_launch}; it must be 1 to {MOST_STEPS}")
         self.set_schedule(schedule)
@@ -133,7 +134,10 @@ class MegaModel:
         Raises:
             InputError, CapacityError: the request is not valid; sequences before are kept then.
         """
-        prompts = read_prompts(input_ids, attention_mask, self.geometry.vocab)
+        return self._start(read_prompts(input_ids, attention_mask, self.geometry.vocab))
+
+    def _start(self, prompts: list[torch.Tensor]) -> torch.Tensor:
+        """prefill, with prompts that have been read."""
         if len(prompts) > self.max_batch_size:
             raise CapacityError(
                 f"batch of {len(prompts)} sequences, max_batch_size is {self.max_batch_size}; "
@@ -205,10 +209,13 @@ class MegaModel:
             InputError, CapacityError: the request is not valid; the model stays usable.
             DeadlockError: the kernel's schedule did not finish.
         """
-        sampling = Sampling(temperature, top_k, top_p, seed) if temperature != 0 else None
-        return generate(
-            self, self._decoder, input_ids, max_new_tokens, attention_mask, eos_token_id, pad_token_id, sampling
-        )
+        prompts = read_prompts(input_ids, attention_mask, self.geometry.vocab)
+        check_length(prompts, max_new_tokens, self.max_seq_len)
+        ends, pad = end_tokens(self.generation_config, eos_token_id, pad_token_id)
+        sampler = Sampler(temperature, top_k, top_p, seed, self.device) if temperature != 0 else None
+        logits = self._start(prompts)
+        self._decoder.set_ends(ends, pad)
+        return continue_prompts(self._decoder, self.schedule, prompts, logits, max_new_tokens, ends, pad, sampler)
 
 
 def read_configs(source: str | Path | Any) -> tuple[Any, GenerationConfig]:
@@ -218,7 +225,9 @@ def read_configs(source: str | Path | Any) -> tuple[Any, GenerationConfig]:
     try:
         config = AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{source} has no configuration that transformers can read ({error})") from error
+        raise CheckpointError(
+            f"{source}: the configuration cannot be read ({error}); give a checkpoint directory or a hub id"
+        ) from error
     try:
         return config, GenerationConfig.from_pretrained(source)
     except OSError:  # optional file

@@ -14,7 +14,7 @@ from megaflow.device import await_inputs, prefetch
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, TaskKind, Tiling
 from megaflow.regions import Access, Span, TiledOperator
-from megaflow.tasks.common import number, pointer
+from megaflow.tasks.common import by_role, number, pointer
 
 FIELDS = ("qkv", "qkv_stride", "q_norm", "k_norm", "cos", "sin", "positions", "k_cache", "v_cache", "block_table",
           "block_table_stride", "page_shift", "kv_heads", "group", "splits", "out", "out_stride",
@@ -193,9 +193,7 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
 
 
 def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
-    def at(role: str) -> torch.Tensor:
-        return buffers[op.tensor(role).name]
-
+    at = by_role(op, buffers)
     pointers = ("qkv", "q_norm", "k_norm", "cos", "sin", "positions", "k_cache", "v_cache", "block_table", "out",
                 "partial", "statistics", "arrived")  # fmt: skip
     page_size = at("k_cache").shape[2]

@@ -1,6 +1,13 @@
-"""Small Triton functions that several task bodies share."""
+"""What several task kinds share: small Triton functions, and steps of their tiling and rows."""
+
+from collections.abc import Callable
+
+import torch
 
 from megaflow.backend import jit, tl
+from megaflow.graph import Operator
+from megaflow.kinds import Buffers, Tiling
+from megaflow.regions import Access, Span
 
 
 @jit
@@ -13,3 +20,15 @@ def pointer(row, field: tl.constexpr, dtype: tl.constexpr):
 def number(row, field: tl.constexpr):
     """The int32 in a field of an operator's row."""
     return tl.load(row + field).to(tl.int32)
+
+
+def token_access(op: Operator, tiling: Tiling, role: str) -> Access:
+    """The region of a tensor [B, ...] that the tile of one token touches: all of that token's row."""
+    shape = tiling.shape(op, role)
+    spans = (Span.tiles(0, 1), *(Span.whole(extent) for extent in shape[1:]))
+    return Access(op.tensor(role).name, shape, spans)
+
+
+def by_role(op: Operator, buffers: Buffers) -> Callable[[str], torch.Tensor]:
+    """A function from a role in the operator to the tensor that plays it."""
+    return lambda role: buffers[op.tensor(role).name]

@@ -6,8 +6,8 @@ from megaflow.backend import jit, tl
 from megaflow.device import await_inputs
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, TaskKind, Tiling
-from megaflow.regions import Access, Span, TiledOperator
-from megaflow.tasks.common import number, pointer
+from megaflow.regions import TiledOperator
+from megaflow.tasks.common import by_role, number, pointer, token_access
 from megaflow.tasks.packing import BLOCK, blocks
 
 FIELDS = ("tokens", "weight", "rows", "k_blocks", "width", "h", "h_stride", "gamma", "out", "out_stride",
@@ -44,25 +44,18 @@ def embedding_body(row, c_token, c_unused1, c_unused2, step, inputs, CONFIG: tl.
 
 
 def tile(op: Operator, tiling: Tiling) -> TiledOperator:
-    def access(role: str) -> Access:
-        shape = tiling.shape(op, role)
-        spans = (Span.tiles(0, 1), *(Span.whole(extent) for extent in shape[1:]))
-        return Access(op.tensor(role).name, shape, spans)
-
     return TiledOperator(
         op.name,
         op.kind,
         grid=(tiling.symbols["B"],),
-        reads=(access("tokens"),),
-        writes=(access("h"), access("out"), access("ssq_out")),
+        reads=(token_access(op, tiling, "tokens"),),
+        writes=(token_access(op, tiling, "h"), token_access(op, tiling, "out"), token_access(op, tiling, "ssq_out")),
         tile_bytes=tiling.shape(op, "weight")[1] * tiling.config.element.primitive_bitwidth // 8,
     )
 
 
 def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
-    def at(role: str) -> torch.Tensor:
-        return buffers[op.tensor(role).name]
-
+    at = by_role(op, buffers)
     rows, columns = op.tensor("weight").bind({})
     return {
         "tokens": at("tokens").data_ptr(),

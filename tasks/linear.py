@@ -16,7 +16,7 @@ from megaflow.device import await_inputs, prefetch
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, KernelConfig, TaskKind, Tiling
 from megaflow.regions import Access, Span, TiledOperator
-from megaflow.tasks.common import number, pointer
+from megaflow.tasks.common import by_role, number, pointer
 from megaflow.tasks.packing import BLOCK, blocks
 
 FIELDS = (
@@ -253,9 +253,7 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
 
 
 def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
-    def at(role: str) -> torch.Tensor:
-        return buffers[op.tensor(role).name]
-
+    at = by_role(op, buffers)
     rows, columns = op.tensor("weight").bind({})
     values = {
         "x": at("x").data_ptr(),

@@ -10,8 +10,8 @@ from megaflow.backend import jit, tl
 from megaflow.device import await_inputs
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, TaskKind, Tiling
-from megaflow.regions import Access, Span, TiledOperator
-from megaflow.tasks.common import number, pointer
+from megaflow.regions import TiledOperator
+from megaflow.tasks.common import by_role, number, pointer, token_access
 
 FIELDS = ("best_value", "best_index", "best_stride", "parts", "tokens", "positions", "finished", "unfinished",
           "generated", "generated_stride", "eos", "pad", "stop_step")  # fmt: skip
@@ -20,6 +20,7 @@ FIELDS = ("best_value", "best_index", "best_stride", "parts", "tokens", "positio
 
 PART_BLOCK = tl.constexpr(1024)
 MAX_EOS = 16  # end-of-sequence ids that a request can name
+EOS_SLOTS = tl.constexpr(MAX_EOS)
 
 
 @jit
@@ -45,7 +46,7 @@ def select_body(row, c_token, c_unused1, c_unused2, step, inputs, CONFIG: tl.con
     p_position = pointer(row, POSITIONS, tl.int32) + c_token
     position = tl.load(p_position)
     tl.debug_barrier()  # all threads have read the state before one of them changes it
-    o_e = tl.arange(0, 16)
+    o_e = tl.arange(0, EOS_SLOTS)
     is_eos = tl.max((tl.load(pointer(row, EOS, tl.int32) + o_e) == token).to(tl.int32), 0)
     token = tl.where(was_finished != 0, tl.load(pointer(row, PAD, tl.int32)), token)
     p_generated = pointer(row, GENERATED, tl.int32) + c_token * number(row, GENERATED_STRIDE)
@@ -60,26 +61,19 @@ def select_body(row, c_token, c_unused1, c_unused2, step, inputs, CONFIG: tl.con
 
 
 def tile(op: Operator, tiling: Tiling) -> TiledOperator:
-    def access(role: str) -> Access:
-        shape = tiling.shape(op, role)
-        spans = (Span.tiles(0, 1), *(Span.whole(extent) for extent in shape[1:]))
-        return Access(op.tensor(role).name, shape, spans)
-
     return TiledOperator(
         op.name,
         op.kind,
         grid=(tiling.symbols["B"],),
-        reads=(access("best_value"), access("best_index")),
-        writes=(access("tokens"),),
+        reads=(token_access(op, tiling, "best_value"), token_access(op, tiling, "best_index")),
+        writes=(token_access(op, tiling, "tokens"),),
         tile_bytes=tiling.shape(op, "best_value")[1] * 8,
         params=(("parts", tiling.shape(op, "best_value")[1]),),
     )
 
 
 def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
-    def at(role: str) -> torch.Tensor:
-        return buffers[op.tensor(role).name]
-
+    at = by_role(op, buffers)
     state = ("tokens", "positions", "finished", "unfinished", "generated", "eos", "pad", "stop_step")
     return {
         "best_value": at("best_value").data_ptr(),

@@ -59,7 +59,7 @@ def run_operator(
     table = torch.tensor([row], dtype=torch.int64).to(kernel_device())
     loaded = LoadedPlan(plan, table, control, [k.body for k in KINDS], kernel)
     loaded.launch(1)
-    assert loaded.finish().steps == 1
+    assert loaded.finish() == 1
 
 
 def on_device(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

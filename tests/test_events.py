@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megaflow.events import NONE, derive_edge
+from megaflow.events import NONE, Edge, edge_axes
 from megaflow.regions import Access, Span, TiledOperator
 
 
@@ -28,6 +28,11 @@ def enumerated(producer: TiledOperator, a: Access, consumer: TiledOperator, b: A
     left = [elements(a, t) for t in tiles(producer)]
     right = [elements(b, t) for t in tiles(consumer)]
     return np.array([[bool(p & c) for c in right] for p in left])
+
+
+def derive(producer: TiledOperator, consumer: TiledOperator, *conflicts: tuple[Access, Access]) -> Edge | None:
+    axes = edge_axes(producer.grid, consumer.grid, conflicts)
+    return None if axes is None else Edge(0, 1, axes)
 
 
 def derived(edge, producer: TiledOperator, consumer: TiledOperator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -59,7 +64,7 @@ def test_a_consumer_waits_for_every_tile_it_conflicts_with(data):
     producer, a = data.draw(operators(shape))
     consumer, b = data.draw(operators(shape))
     conflicts = enumerated(producer, a, consumer, b)
-    edge = derive_edge(0, 1, [producer, consumer], [(a, b)])
+    edge = derive(producer, consumer, (a, b))
     if edge is None:
         assert not conflicts.any()
         return
@@ -85,7 +90,7 @@ def test_tiles_side_by_side_are_waited_for_exactly(data):
     a, b = Access("t", tuple(shape), tuple(producer_spans)), Access("t", tuple(shape), tuple(consumer_spans))
     producer = TiledOperator("p", "kind", tuple(producer_grid), (), (a,), 1)
     consumer = TiledOperator("c", "kind", tuple(consumer_grid), (b,), (), 1)
-    edge = derive_edge(0, 1, [producer, consumer], [(a, b)])
+    edge = derive(producer, consumer, (a, b))
     notified, waited, need = derived(edge, producer, consumer)
     exact = enumerated(producer, a, consumer, b)
     assert np.array_equal(notified[:, None] == waited[None, :], exact)
@@ -99,7 +104,7 @@ def test_two_conflicts_of_a_pair_share_one_event_that_is_enough_for_both(data):
     consumer, b1 = data.draw(operators(shape))
     spans = [Span(data.draw(st.sampled_from([None, 0])), data.draw(st.integers(1, 3)), 1) for _ in range(2)]
     a2, b2 = (Access("u", shape, (span,)) for span in spans)
-    edge = derive_edge(0, 1, [producer, consumer], [(a1, b1), (a2, b2)])
+    edge = derive(producer, consumer, (a1, b1), (a2, b2))
     conflicts = enumerated(producer, a1, consumer, b1) | enumerated(producer, a2, consumer, b2)
     assume(edge is not None)
     notified, waited, _ = derived(edge, producer, consumer)
