@@ -20,7 +20,7 @@ from megaflow.models.planner import make_plan
 from megaflow.models.qwen3 import qwen3_graph
 from megaflow.models.tiling import tiling
 from megaflow.plan import Plan
-from megaflow.scheduler import SCHEDULES, scheduler
+from megaflow.scheduler import SCHEDULES
 from megaflow.target import current_device
 
 PROMPT_LENGTHS = (1, 5, 12)
@@ -95,7 +95,7 @@ def plan_of(mega: MegaModel, dtype: torch.dtype) -> Plan:
     """The plan of a decode step of the prompts."""
     device = current_device(mega.device)
     cut = tiling(mega.geometry, len(PROMPT_LENGTHS), device, str(dtype).removeprefix("torch."))
-    return make_plan(qwen3_graph(mega.geometry, MAX_SEQ_LEN), cut, scheduler(mega.schedule), device.workers)
+    return make_plan(qwen3_graph(mega.geometry, MAX_SEQ_LEN), cut, mega.schedule, device.workers)
 
 
 def run(directory: Path) -> bool:

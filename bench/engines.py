@@ -8,6 +8,7 @@ from torch._dynamo.utils import counters
 from transformers import Qwen3ForCausalLM, StaticCache
 
 from megaflow.models.mega_model import MegaModel
+from megaflow.scheduler import Schedule
 
 SPARE = 1  # positions of the caches beyond those that are used
 
@@ -31,7 +32,7 @@ class Engine(Protocol):
 class Megaflow:
     """A MegaModel in one schedule; the steps are run as MegaModel.generate runs them."""
 
-    def __init__(self, model: MegaModel, schedule: str) -> None:
+    def __init__(self, model: MegaModel, schedule: str | Schedule) -> None:
         self._model = model
         self._decoder = model._decoder
         model.set_schedule(schedule)

@@ -23,7 +23,7 @@ app = typer.Typer(
 )
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A local checkpoint directory or a hub id.")]
-Schedule = Annotated[str, typer.Option(help="static (queues from the host) or dynamic (a device queue).")]
+Schedule = Annotated[str, typer.Option(help="static, dynamic, hybrid or unfused.")]
 MaxSeqLen = Annotated[
     int | None,
     typer.Option(help="Most tokens of a sequence, prompt and generated together.", show_default="2048, or the model's"),
@@ -149,7 +149,7 @@ def plan(
     from megaflow.models.qwen3 import qwen3_graph
     from megaflow.models.tiling import tiling
     from megaflow.plansummary import print_summary, summarise
-    from megaflow.scheduler import scheduler
+    from megaflow.scheduler import find_schedule
     from megaflow.target import Device
 
     geometry = read_geometry(read_configs(model)[0])
@@ -161,7 +161,7 @@ def plan(
     made = make_plan(
         qwen3_graph(geometry, limit),
         tiling(geometry, batch, device, "bfloat16"),
-        scheduler(schedule),
+        find_schedule(schedule),
         workers,
     )
     summary = summarise(made, geometry.layers, 1e3 * (time.perf_counter() - start))

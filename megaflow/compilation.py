@@ -36,7 +36,7 @@ def compile_kernel(bodies: Sequence[Any], config: KernelConfig, capability: int)
     if interpreted():
         raise BackendError("kernels of this process are interpreted; set TRITON_INTERPRET=0 before Python starts")
     names = megakernel.arg_names
-    scalars = {"n_tasks", "n_initial", "final_event", "steps", "dynamic"}
+    scalars = {"n_tasks", "n_initial", "final_event", "steps", "n_queues"}
     types = {name: "i32" for name in scalars} | {"timeout_ns": "i64", "table": "*i64"}
     constants = {"ROW": ROW_WIDTH, "BODIES": tuple(bodies), "CONFIG": config, "FINGERPRINT": fingerprint(bodies)}
     signature = {name: "constexpr" if name in constants else types.get(name, "*i32") for name in names}

@@ -9,14 +9,12 @@ wait waits, and the kernel runs to its end with results that nobody will read.
 """
 
 from megaflow.backend import interpreted, jit, tl
-from megaflow.records import NEED0, NEED1, PREVIOUS, TASK, WAIT0, WAIT1
+from megaflow.records import C0, C1, C2, NEED0, NEED1, TASK, WAIT0, WAIT1
 
 INTERPRETED = tl.constexpr(interpreted())
 
 # Words of the control block (int32); those that many workers touch have a 128-byte line of their own.
 CONTROL_WORDS = 256
-HEAD = tl.constexpr(0)  # tickets handed out (dynamic)
-TAIL = tl.constexpr(32)  # tasks pushed, initial tasks included (dynamic)
 STOP_STEP = tl.constexpr(64)  # the step count at which all sequences have finished, 0 before that
 CLOSED = tl.constexpr(65)  # dynamic: no more tasks will be pushed in this launch
 ABORT = tl.constexpr(96)  # the report: task + 1 (N + 1: none), worker, event (-1: the queue), seen, wanted
@@ -24,6 +22,12 @@ REPORT_WORDS = 5
 EPOCH = tl.constexpr(128)  # steps completed before this launch
 LEFT = tl.constexpr(160)  # workers that have left this launch
 STEPS_DONE = tl.constexpr(192)  # steps of the latest launch
+
+# A ready queue is these words and then its slots.
+QUEUE_HEADER_WORDS = 64
+QUEUE_HEADER = tl.constexpr(QUEUE_HEADER_WORDS)
+HEAD = tl.constexpr(0)  # tasks, or tickets for tasks, taken in this launch
+TAIL = tl.constexpr(32)  # tasks pushed in this launch
 
 # $1 event, $2 wanted, $3 abort flag, $4 timeout in ns, $5 task + 1, $6 event number
 _WAIT = tl.constexpr("""{
@@ -122,8 +126,7 @@ def await_inputs(inputs):
         event1 = tl.load(record + WAIT1)
         task = tl.load(record + TASK)
         if event0 >= 0:
-            wanted = tl.load(record + NEED0) * (epoch - tl.load(record + PREVIOUS))
-            wait(events, event0, wanted, control, task, timeout_ns)
+            wait(events, event0, tl.load(record + NEED0) * epoch, control, task, timeout_ns)
         if event1 >= 0:
             wait(events, event1, tl.load(record + NEED1) * epoch, control, task, timeout_ns)
 
@@ -150,8 +153,8 @@ def notify(events, event):
 
 
 @jit
-def push(triggers, first, last, wait_count, arrivals, epoch, queue, capacity, control):
-    """Put the tasks triggers[first:last] that have no other wait left into the ready queue."""
+def push(triggers, first, last, wait_count, arrivals, epoch, step, n_tasks, queues, n_queues, capacity):
+    """Make the tasks triggers[first:last] that have no other wait left ready for `step`, spread over the queues."""
     WIDTH: tl.constexpr = 128
     for start in range(first, last, WIDTH):
         o = start + tl.arange(0, WIDTH)
@@ -161,39 +164,83 @@ def push(triggers, first, last, wait_count, arrivals, epoch, queue, capacity, co
         several = mask & (waits > 1)
         arrived = tl.atomic_add(arrivals + task, 1, mask=several, sem="acq_rel", scope="gpu") + 1
         ready = mask & ((waits == 1) | (arrived == waits * epoch))
-        place = tl.cumsum(ready.to(tl.int32), 0) - 1
-        base = tl.atomic_add(control + TAIL, tl.sum(ready.to(tl.int32), 0), sem="relaxed", scope="gpu")
-        tl.atomic_xchg(queue + (base + place) % capacity, task + 1, mask=ready, sem="release", scope="gpu")
+        for index in range(0, n_queues):
+            queue = queues + index * (QUEUE_HEADER + capacity)
+            here = ready & (o % n_queues == index)
+            place = tl.cumsum(here.to(tl.int32), 0) - 1
+            base = tl.atomic_add(queue + TAIL, tl.sum(here.to(tl.int32), 0), sem="relaxed", scope="gpu")
+            slot = queue + QUEUE_HEADER + (base + place) % capacity
+            tl.atomic_xchg(slot, step * n_tasks + task + 1, mask=here, sem="release", scope="gpu")
 
 
 @jit
-def pop(initial, n_initial, queue, capacity, n_tasks, steps, control, timeout_ns):
+def take_ticket(queue, capacity):
+    """Take the next ticket of a ready queue. Returns the ticket's slot, which may be filled later."""
+    ticket = tl.atomic_add(queue + HEAD, 1, sem="relaxed", scope="gpu")
+    return queue + QUEUE_HEADER + ticket % capacity
+
+
+@jit
+def steal(queues, n_queues, capacity):
+    """Take a task that lies in a ready queue, the worker's own first. Returns its code, 0 if there was none."""
+    code = 0
+    for i in range(0, n_queues):
+        if code == 0:
+            queue = queues + (tl.program_id(0) + i) % n_queues * (QUEUE_HEADER + capacity)
+            head = tl.atomic_add(queue + HEAD, 0, sem="relaxed", scope="gpu")
+            slot = queue + QUEUE_HEADER + head % capacity
+            seen = tl.atomic_add(slot, 0, sem="acquire", scope="gpu")
+            if seen != 0:
+                # as long as the head stays, nobody has taken what was seen
+                if tl.atomic_cas(queue + HEAD, head, head + 1, sem="acq_rel", scope="gpu") == head:
+                    tl.store(slot, 0)
+                    code = seen
+    return code
+
+
+@jit
+def pop(queues, n_queues, capacity, n_tasks, control, timeout_ns):
     """The next ready task and its step, or task -1 when there is none left for this worker.
 
-    The n-th task pushed in a launch goes to the holder of ticket n, through slot n % capacity. Tickets that are out
-    at the same time must not share a slot, so capacity is n_tasks plus the number of workers.
+    A code in a queue is step * n_tasks + task + 1; 0 is an empty slot. With one queue the n-th task pushed in a launch
+    goes to the holder of ticket n, through slot n % capacity. Tickets that are out at the same time must not share a
+    slot, so capacity is n_tasks plus the number of workers. With several queues a worker looks into all of them.
     """
-    ticket = tl.atomic_add(control + HEAD, 1, sem="relaxed", scope="gpu")
-    step = ticket // n_tasks
-    task = -1
-    if ticket < n_initial:
-        task = tl.load(initial + ticket)
-    elif ticket < n_tasks * steps:
-        slot = queue + ticket % capacity
-        # a poll takes at least half a microsecond on a GPU; in the interpreter nobody else can push
-        polls = 1 if INTERPRETED else timeout_ns // 500
-        waiting = True
-        while waiting:
-            task = tl.atomic_add(slot, 0, sem="acquire", scope="gpu") - 1
-            polls -= 1
-            if task >= 0:
-                waiting = False
-            elif tl.atomic_add(control + CLOSED, 0, sem="relaxed", scope="gpu") != 0:
-                waiting = False
-            elif tl.atomic_add(control + ABORT, 0, sem="relaxed", scope="gpu") != 0:
-                waiting = False
-            elif polls <= 0:
-                report(control, n_tasks, -1, ticket, n_tasks * steps)
-                waiting = False
+    code = 0
+    slot = queues
+    if n_queues == 1:
+        slot = take_ticket(queues, capacity)
+    # a poll takes at least half a microsecond on a GPU; in the interpreter nobody else can push
+    polls = 1 if INTERPRETED else timeout_ns // 500
+    waiting = True
+    while waiting:
+        if n_queues == 1:
+            code = tl.atomic_add(slot, 0, sem="acquire", scope="gpu")
+        else:
+            code = steal(queues, n_queues, capacity)
+        polls -= 1
+        if code != 0:
+            waiting = False
+        elif tl.atomic_add(control + CLOSED, 0, sem="relaxed", scope="gpu") != 0:
+            waiting = False
+        elif tl.atomic_add(control + ABORT, 0, sem="relaxed", scope="gpu") != 0:
+            waiting = False
+        elif polls <= 0:
+            report(control, n_tasks, -1, 0, 0)
+            waiting = False
+    if n_queues == 1:
         tl.store(slot, 0)
-    return task, step
+    task = tl.where(code == 0, -1, (code - 1) % n_tasks)
+    return task, (code - 1) // n_tasks
+
+
+@jit
+def drain(tickets, record, epoch):
+    """Take a tile from a drain. Returns the tile's record number, -1 if all have been taken in this step.
+
+    Every worker that meets the drain takes one ticket too many, so a step hands out as many tickets as its last event
+    makes sure of, and the next step's begin where they end.
+    """
+    used = tl.load(record + NEED0) * (epoch - 1)
+    ticket = tl.atomic_add(tickets + tl.load(record + C2) * 32, 1, sem="relaxed", scope="gpu") - used
+    return tl.where(ticket < tl.load(record + C1), tl.load(record + C0) + ticket, -1)

@@ -1,9 +1,10 @@
 """The persistent kernel: one resident program per worker, from the first task of a launch to the last.
 
-Static mode takes tasks from the worker's own queue; a task's body waits for its events when it needs what they
-stand for, so that it can fetch what does not depend on them before (device.await_inputs). Dynamic mode takes ready
-tasks from a global queue; the worker whose notify completes an event pushes the tasks that waited for it. Both
-are run-time branches of the one compiled kernel. What tasks compute comes in as a constexpr tuple of bodies.
+Workers take tasks from their own queues, in which drains may stand for tiles that go to whoever comes first; a task's
+body waits for its events when it needs what they stand for, so that it can fetch what does not depend on them before
+(device.await_inputs). In dynamic mode workers take ready tasks from queues on the device; the worker whose notify
+completes an event pushes the tasks that waited for it. Both are run-time branches of the one compiled kernel. What
+tasks compute comes in as a constexpr tuple of bodies.
 """
 
 from collections.abc import Sequence
@@ -16,17 +17,20 @@ from megaflow.device import (
     EPOCH,
     HEAD,
     LEFT,
+    QUEUE_HEADER,
     STEPS_DONE,
     STOP_STEP,
     TAIL,
+    drain,
     notify,
     pop,
     push,
     wait,
 )
-from megaflow.records import C0, C1, C2, KIND, NOTIFY0, NOTIFY1, OPERATOR, RECORD_WIDTH
+from megaflow.records import C0, C1, C2, DRAIN, KIND, NOTIFY0, NOTIFY1, OPERATOR, RECORD_WIDTH
 
 RECORD = tl.constexpr(RECORD_WIDTH)
+DRAIN_KIND = tl.constexpr(DRAIN)
 
 
 def fingerprint(bodies: Sequence[Any]) -> str:
@@ -37,11 +41,11 @@ def fingerprint(bodies: Sequence[Any]) -> str:
 @jit
 def signal(
     event, step, steps, final_event, events, event_need, triggers_of, triggers, wait_count, arrivals, epoch,
-    queue, capacity, control,
+    n_tasks, queues, n_queues, capacity, control,
 ):  # fmt: skip
     """Notify in dynamic mode: the worker that completes the event pushes what waited for it.
 
-    The final event of the launch's last step pushes nothing and closes the queue.
+    The final event starts the next step; that of the launch's last step pushes nothing and closes the queues.
     """
     tl.debug_barrier()
     seen = tl.atomic_add(events + event * 32, 1, sem="acq_rel", scope="gpu") + 1
@@ -52,7 +56,8 @@ def signal(
         else:
             begin = tl.load(triggers_of + event)
             end = tl.load(triggers_of + event + 1)
-            push(triggers, begin, end, wait_count, arrivals, epoch, queue, capacity, control)
+            released = step + (event == final_event).to(tl.int32)
+            push(triggers, begin, end, wait_count, arrivals, epoch, released, n_tasks, queues, n_queues, capacity)
 
 
 @jit
@@ -73,9 +78,9 @@ def stopped(events, event_need, final_event, step, control, n_tasks, timeout_ns)
     return ((stop != 0) & (step >= stop)) | (abort != 0)
 
 
-@triton.jit(do_not_specialize=["n_tasks", "n_initial", "final_event", "steps", "dynamic", "timeout_ns"])
+@triton.jit(do_not_specialize=["n_tasks", "n_initial", "final_event", "steps", "n_queues", "timeout_ns"])
 def megakernel(
-    records,  # int32 [N, RECORD_WIDTH]
+    records,  # int32 [N + drains, RECORD_WIDTH]
     queue_offsets,  # int32 [workers + 1], static: worker w runs records[queue_offsets[w] : queue_offsets[w + 1]]
     table,  # int64 [operators, ROW]
     events,  # int32 [E, 32], the counter in column 0
@@ -85,13 +90,14 @@ def megakernel(
     wait_count,  # int32 [N]
     arrivals,  # int32 [N]
     initial,  # int32 [n_initial], tasks that are ready at a launch's start
-    queue,  # int32 [N + workers], the ready queue: task + 1, or 0
+    queues,  # int32 [n_queues, header + N + workers], the ready queues, the initial tasks in them
+    tickets,  # int32 [drains, 32], tiles taken from each drain, in column 0
     control,  # int32 [CONTROL_WORDS]
     n_tasks,
     n_initial,
     final_event,
     steps,
-    dynamic,
+    n_queues,  # 0: not dynamic
     timeout_ns,
     ROW: tl.constexpr,
     BODIES: tl.constexpr,
@@ -103,14 +109,18 @@ def megakernel(
     capacity = n_tasks + tl.num_programs(0)
     task = -1
     step = 0
+    dynamic = n_queues > 0
     if dynamic:
-        task, step = pop(initial, n_initial, queue, capacity, n_tasks, steps, control, timeout_ns)
+        task, step = pop(queues, n_queues, capacity, n_tasks, control, timeout_ns)
     else:
         task = first_task(queue_offsets, worker)
 
     while task >= 0:
-        record = records + task * RECORD
         epoch = tl.load(control + EPOCH) + 1 + step
+        drained = -1
+        if tl.load(records + task * RECORD + KIND) == DRAIN_KIND:
+            drained = drain(tickets, records + task * RECORD, epoch)
+        record = records + tl.where(drained >= 0, drained, task) * RECORD
         kind = tl.load(record + KIND)
         row = table + tl.load(record + OPERATOR) * ROW
         c0 = tl.load(record + C0)
@@ -126,24 +136,25 @@ def megakernel(
         if dynamic:
             if notify0 >= 0:
                 signal(notify0, step, steps, final_event, events, event_need, triggers_of, triggers, wait_count,
-                       arrivals, epoch, queue, capacity, control)  # fmt: skip
+                       arrivals, epoch, n_tasks, queues, n_queues, capacity, control)  # fmt: skip
             if notify1 >= 0:
                 signal(notify1, step, steps, final_event, events, event_need, triggers_of, triggers, wait_count,
-                       arrivals, epoch, queue, capacity, control)  # fmt: skip
-            task, step = pop(initial, n_initial, queue, capacity, n_tasks, steps, control, timeout_ns)
+                       arrivals, epoch, n_tasks, queues, n_queues, capacity, control)  # fmt: skip
+            task, step = pop(queues, n_queues, capacity, n_tasks, control, timeout_ns)
         else:
             if notify0 >= 0:
                 notify(events, notify0)
             if notify1 >= 0:
                 notify(events, notify1)
-            task += 1
-            if task == tl.load(queue_offsets + worker + 1):
-                task = first_task(queue_offsets, worker)
-                step += 1
-                if step == steps:
-                    task = -1
-                elif stopped(events, event_need, final_event, step, control, n_tasks, timeout_ns):
-                    task = -1
+            if drained < 0:
+                task += 1
+                if task == tl.load(queue_offsets + worker + 1):
+                    task = first_task(queue_offsets, worker)
+                    step += 1
+                    if step == steps:
+                        task = -1
+                    elif stopped(events, event_need, final_event, step, control, n_tasks, timeout_ns):
+                        task = -1
 
     # the last worker to leave prepares the next launch
     tl.debug_barrier()
@@ -151,9 +162,14 @@ def megakernel(
         stop = tl.load(control + STOP_STEP, volatile=True)
         done = tl.where(stop != 0, stop, steps)
         tl.store(control + STEPS_DONE, done)
-        tl.store(control + EPOCH, tl.load(control + EPOCH) + done)
-        tl.store(control + HEAD, 0)
-        tl.store(control + TAIL, n_initial)
+        epoch = tl.load(control + EPOCH) + done
+        tl.debug_barrier()  # all threads have read it
+        tl.store(control + EPOCH, epoch)
         tl.store(control + CLOSED, 0)
         tl.store(control + STOP_STEP, 0)
         tl.store(control + LEFT, 0)
+        for index in range(0, n_queues):
+            tl.store(queues + index * (QUEUE_HEADER + capacity) + HEAD, 0)
+            tl.store(queues + index * (QUEUE_HEADER + capacity) + TAIL, 0)
+        tl.debug_barrier()
+        push(initial, 0, n_initial, wait_count, arrivals, epoch, 0, n_tasks, queues, n_queues, capacity)

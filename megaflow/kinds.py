@@ -5,7 +5,7 @@ with a pointer to the operator's row of the operator table; `row` fills that row
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from megaflow.backend import tl
 from megaflow.errors import PlanError
 from megaflow.graph import BATCH, Operator
-from megaflow.regions import TiledOperator
+from megaflow.regions import MicroBatch, Span, TiledOperator
 
 ROW_WIDTH = 24  # int64 fields in a row of the operator table
 Buffers = Mapping[str, torch.Tensor]
@@ -55,16 +55,37 @@ class KernelConfig:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How operators are cut: the kernel's tile sizes, the number of workers to keep busy, bound symbols."""
+    """How operators are cut: the kernel's tile sizes, the number of workers to keep busy, bound symbols.
+
+    With `part` only that part of the batch is cut. Sizes of tiles follow from the whole batch all the same, so that
+    tiles of a part compute what those of the whole would.
+    """
 
     config: KernelConfig
     workers: int
     symbols: Mapping[str, int]
+    part: MicroBatch | None = None
+
+    @property
+    def batch(self) -> int:
+        """Sequences of the whole batch."""
+        return self.symbols[BATCH.name]
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that are cut."""
+        return self.part.size if self.part else self.batch
 
     @property
     def token_tiles(self) -> int:
-        """Tiles along the batch."""
-        return -(-self.symbols[BATCH.name] // self.config.tokens)
+        """Tiles along the whole batch."""
+        return -(-self.batch // self.config.tokens)
+
+    def along_batch(self, axis: int, size: int) -> Span:
+        """Tiles of `size` sequences, side by side along `axis`, over the sequences that are cut."""
+        if self.part is None:
+            return Span.tiles(axis, size)
+        return Span(axis, size, size, self.part.start, self.part.stop)
 
     def shape(self, op: Operator, role: str) -> tuple[int, ...]:
         """The bound shape of the tensor that plays `role` in an operator."""
@@ -92,8 +113,21 @@ class TaskKind:
     row: Callable[[Operator, TiledOperator, Buffers], dict[str, int]]
     oracle: Callable[..., dict[str, torch.Tensor]]
 
+    def cut(self, op: Operator, tiling: Tiling) -> TiledOperator:
+        """`tile`, and the name of the part where only a part of the batch is cut."""
+        tiled, part = self.tile(op, tiling), tiling.part
+        name = op.name if part is None else f"{op.name}[{part.start}:{part.stop}]"
+        return replace(tiled, name=name, source=op.name, part=part)
+
     def packed_row(self, op: Operator, tiled: TiledOperator, buffers: Buffers) -> list[int]:
-        """The operator's row as ROW_WIDTH ints. Fields that `row` leaves out are 0 (a null pointer)."""
+        """The operator's row as ROW_WIDTH ints. Fields that `row` leaves out are 0 (a null pointer).
+
+        The row of a part of the batch points at its first sequence in every tensor [B, ...].
+        """
+        if tiled.part is not None:
+            tensors = (*op.inputs.values(), *op.outputs.values())
+            first = tiled.part.start
+            buffers = {**buffers, **{t.name: buffers[t.name][first:] for t in tensors if t.shape[:1] == (BATCH,)}}
         values = self.row(op, tiled, buffers)
         unknown = set(values) - set(self.fields)
         if unknown or len(self.fields) > ROW_WIDTH:

@@ -1,55 +1,102 @@
 """A plan: everything one launch needs besides the model's buffers, as int32 arrays."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from megaflow.errors import PlanError
 from megaflow.events import NONE
-from megaflow.records import FIELDS, RECORD_WIDTH
+from megaflow.records import DRAIN, FIELDS, NOTHING, RECORD_WIDTH
 from megaflow.taskgraph import TaskGraph
+
+
+def nothing() -> np.ndarray:
+    return np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A task graph with a schedule. N tasks, E events, W workers.
+    """A task graph with a schedule. N tasks, D drain records, E events, W workers.
 
     Attributes:
         graph: what is scheduled.
-        dynamic: whether tasks come from the device's ready queue; otherwise from per-worker queues.
         workers: number of resident programs, W.
-        records: int32 [N, RECORD_WIDTH]; static: grouped by worker, in the order of its queue.
-        queue_offsets: int32 [W + 1], where each worker's records begin (static; zeros in dynamic mode).
+        records: int32 [N + D, RECORD_WIDTH]. Not dynamic: first the workers' queues, one after the other, then the
+            tasks that are taken from drains, by drain.
+        event_need: int32 [E], the notifies in one step that complete an event; the graph's events come first.
+        queue_offsets: int32 [W + 1], where each worker's records begin (zeros in dynamic mode).
+        ready_queues: dynamic: the number of ready queues on the device; 0: tasks come from the workers' queues.
         triggers_of, triggers: int32 [E + 1], [...]: the records that each event releases (dynamic).
         wait_count: int32 [N], events that each record waits for (dynamic).
         initial: int32, records that are ready when a launch starts (dynamic).
     """
 
     graph: TaskGraph
-    dynamic: bool
     workers: int
     records: np.ndarray
+    event_need: np.ndarray
     queue_offsets: np.ndarray
-    triggers_of: np.ndarray
-    triggers: np.ndarray
-    wait_count: np.ndarray
-    initial: np.ndarray
+    ready_queues: int = 0
+    triggers_of: np.ndarray = field(default_factory=nothing)
+    triggers: np.ndarray = field(default_factory=nothing)
+    wait_count: np.ndarray = field(default_factory=nothing)
+    initial: np.ndarray = field(default_factory=nothing)
 
-    def field(self, name: str) -> np.ndarray:
-        """One column of the records, int32 [N]."""
+    @property
+    def dynamic(self) -> bool:
+        return self.ready_queues > 0
+
+    def column(self, name: str) -> np.ndarray:
+        """One column of the records, int32 [N + D]."""
         return self.records[:, FIELDS.index(name)]
 
+    @property
+    def is_task(self) -> np.ndarray:
+        """bool [N + D]: which records are tasks and not drains."""
+        return self.column("kind") != DRAIN
 
-def make_records(graph: TaskGraph, waits: np.ndarray, kind_numbers: Mapping[str, int]) -> np.ndarray:
+    @property
+    def drains(self) -> int:
+        """Number of operators whose tiles go to whoever comes first."""
+        return int(self.column("c2")[~self.is_task].max(initial=-1)) + 1
+
+    def event_name(self, event: int) -> str:
+        """For messages."""
+        if event < len(self.graph.event_need):
+            return self.graph.event_name(event)
+        return f"barrier {event - len(self.graph.event_need)}"
+
+    def stopped_after(self, operator: str) -> "Plan":
+        """The same plan, in which tasks of operators that come later in program order do nothing but notify.
+
+        Args:
+            operator: name of an operator, or the beginning of some names ("layers.3."): the last of them counts.
+        Raises:
+            PlanError: no such operator.
+        """
+        names = [op.name for op in self.graph.operators]
+        found = [i for i, name in enumerate(names) if name.startswith(operator)]
+        if not found:
+            raise PlanError(f"no operator's name begins with {operator!r}; there are {names[0]} to {names[-1]}")
+        records = self.records.copy()
+        records[self.is_task & (self.column("operator") > found[-1]), FIELDS.index("kind")] = NOTHING
+        return replace(self, records=records)
+
+
+def make_records(
+    graph: TaskGraph, waits: np.ndarray, notifies: np.ndarray, event_need: np.ndarray, kind_numbers: Mapping[str, int]
+) -> np.ndarray:
     """Records of all tasks in the task graph's order.
 
     Args:
-        waits: int32 [N, 2], the events to wait for; a schedule may have dropped some of graph.waits.
+        waits, notifies: int32 [N, 2], events; a schedule may have changed those of the graph.
+        event_need: int32 [E].
         kind_numbers: place of each task kind in the kernel's tuple of bodies.
     Returns:
         int32 [N, RECORD_WIDTH].
     """
-    need = np.where(waits == NONE, 0, graph.event_need[waits])
+    need = np.where(waits == NONE, 0, event_need[waits])
     kinds = np.array([kind_numbers[op.kind] for op in graph.operators], np.int32)
     columns = {
         "operator": graph.operator,
@@ -59,11 +106,10 @@ def make_records(graph: TaskGraph, waits: np.ndarray, kind_numbers: Mapping[str,
         "c2": graph.coordinates[:, 2],
         "wait0": waits[:, 0],
         "need0": need[:, 0],
-        "previous": graph.previous_step,
         "wait1": waits[:, 1],
         "need1": need[:, 1],
-        "notify0": graph.notifies[:, 0],
-        "notify1": graph.notifies[:, 1],
+        "notify0": notifies[:, 0],
+        "notify1": notifies[:, 1],
         "task": np.arange(graph.tasks),
     }
     records = np.zeros((graph.tasks, RECORD_WIDTH), np.int32)

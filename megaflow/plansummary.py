@@ -12,9 +12,9 @@ from megaflow.taskgraph import TaskGraph
 
 @dataclass(frozen=True)
 class Wait:
-    """An event tensor that an operator's tiles wait for: producer, shape, the notifies that events need."""
+    """An event tensor that an operator's tiles wait for: producers, shape, the notifies that events need."""
 
-    producer: str
+    producers: str
     events: tuple[int, ...]
     least_need: int
     most_need: int
@@ -22,7 +22,7 @@ class Wait:
     def __str__(self) -> str:
         shape = "x".join(map(str, self.events)) or "1"
         most = f"-{self.most_need}" if self.most_need > self.least_need else ""
-        return f"{self.producer} {shape} need {self.least_need}{most}"
+        return f"{self.producers} {shape} need {self.least_need}{most}"
 
 
 @dataclass(frozen=True)
@@ -81,16 +81,15 @@ class PlanSummary:
 
 
 def operator_line(graph: TaskGraph, number: int) -> OperatorLine:
-    """The line of one operator. What an operator waits for is the same for all steps but the very first."""
+    """The line of one operator."""
     op = graph.operators[number]
     events = np.unique(graph.waits[graph.operator == number])
     waits = []
     for tensor in graph.event_tensors:
         need = graph.event_need[events[(tensor.first <= events) & (events < tensor.first + tensor.size)]]
         if len(need):
-            across = " of the step before" if tensor.first == graph.final_event else ""
-            producer = graph.operators[tensor.producer].name + across
-            waits.append(Wait(producer, tensor.shape, int(need.min()), int(need.max())))
+            producers = "+".join(graph.operators[p].name for p in tensor.producers)
+            waits.append(Wait(producers, tensor.shape, int(need.min()), int(need.max())))
     return OperatorLine(op.name, op.grid, op.tiles, op.tiles * op.tile_bytes, tuple(waits))
 
 
@@ -104,8 +103,8 @@ def summarise(plan: Plan, layers: int, planning_ms: float) -> PlanSummary:
     if not plan.dynamic:
         tasks = np.diff(plan.queue_offsets)
         worker = np.repeat(np.arange(plan.workers), tasks)
-        loads = np.zeros(plan.workers, np.int64)
-        np.add.at(loads, worker, graph.task_bytes()[plan.field("task")])
+        queued = np.where(plan.is_task, graph.task_bytes()[plan.column("task")], 0)[: len(worker)]
+        loads = np.bincount(worker, queued, plan.workers).astype(np.int64)
         queue_length, worker_bytes = Range.of(tasks), Range.of(loads)
     return PlanSummary(
         lines=tuple(operator_line(graph, i) for i in range(len(names)) if i not in later),
@@ -116,7 +115,7 @@ def summarise(plan: Plan, layers: int, planning_ms: float) -> PlanSummary:
         events=len(graph.event_need),
         edges=len(graph.edges),
         waits=int((graph.waits != NONE).sum()),
-        waits_left=sum(int((plan.field(column) != NONE).sum()) for column in ("wait0", "wait1")),
+        waits_left=sum(int((plan.column(column) != NONE).sum()) for column in ("wait0", "wait1")),
         queue_length=queue_length,
         worker_bytes=worker_bytes,
         planning_ms=planning_ms,

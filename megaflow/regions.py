@@ -14,13 +14,14 @@ import numpy as np
 class Span:
     """Tile coordinate i on `axis` covers [offset + i * step, offset + i * step + length), in elements.
 
-    With `axis` None the interval is the same for every tile.
+    With `axis` None the interval is the same for every tile. Nothing from `stop` on is covered.
     """
 
     axis: int | None
     length: int
     step: int = 0
     offset: int = 0
+    stop: int | None = None
 
     @staticmethod
     def tiles(axis: int, size: int) -> "Span":
@@ -35,8 +36,9 @@ class Span:
     def bounds(self, grid: tuple[int, ...], extent: int) -> tuple[np.ndarray, np.ndarray]:
         """First and one-past-last element for each coordinate of `axis`, clipped to the dimension's extent."""
         n = 1 if self.axis is None else grid[self.axis]
+        last = extent if self.stop is None else min(self.stop, extent)
         start = self.offset + np.arange(n, dtype=np.int64) * self.step
-        return np.clip(start, 0, extent), np.clip(start + self.length, 0, extent)
+        return np.clip(start, 0, last), np.clip(start + self.length, 0, last)
 
 
 @dataclass(frozen=True)
@@ -50,18 +52,63 @@ class Access:
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.spans), (self.tensor, self.shape, self.spans)
 
+    def box(self, grid: tuple[int, ...]) -> "Box":
+        """What all tiles together touch."""
+        intervals, whole = [], True
+        for extent, span in zip(self.shape, self.spans, strict=True):
+            start, stop = span.bounds(grid, extent)
+            intervals.append((int(start.min()), int(stop.max())))
+            whole &= not (start[1:] > stop[:-1]).any()
+        axes = [span.axis for span in self.spans if span.axis is not None]
+        diagonal = len(set(axes)) < len(axes)
+        return Box(tuple(intervals), whole and not diagonal)
+
+
+@dataclass(frozen=True)
+class Box:
+    """An interval [start, stop) in each dimension of a tensor; `filled` if all of it is touched."""
+
+    intervals: tuple[tuple[int, int], ...]
+    filled: bool
+
+    def meets(self, other: "Box") -> bool:
+        pairs = zip(self.intervals, other.intervals, strict=True)
+        return all(max(a, c) < min(b, d) for (a, b), (c, d) in pairs)
+
+    def covers(self, other: "Box") -> bool:
+        """Whether every element that `other` may touch is touched here."""
+        pairs = zip(self.intervals, other.intervals, strict=True)
+        return self.filled and all(a <= c and d <= b for (a, b), (c, d) in pairs)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences start to stop of the batch, the part of it with this number."""
+
+    number: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True)
 class TiledOperator:
     """An operator cut into tile tasks.
 
     Attributes:
-        name: of the operator in the logical graph.
+        name: of the operator in the logical graph, with its sequences where it is a part.
         kind: name of its task kind.
         grid: tiles along each of up to three axes.
         reads, writes: regions by tile; tensors that no operator writes (weights) may be left out.
-        tile_bytes: bytes of device memory that one tile reads, for load balance.
+        tile_bytes: bytes of device memory that one tile reads, for load balance and the cost model.
         params: numbers that the tiling decided and the kernel needs.
+        tile_flops: floating-point operations of one tile.
+        irregular: whether a tile's work depends on data that the host does not know (lengths, routing).
+        source: name of the operator in the logical graph, where `name` is that of a part of it.
+        part: the sequences that the tiles are for, None for the whole batch.
     """
 
     name: str
@@ -71,6 +118,10 @@ class TiledOperator:
     writes: tuple[Access, ...]
     tile_bytes: int
     params: tuple[tuple[str, int], ...] = ()
+    tile_flops: int = 0
+    irregular: bool = False
+    source: str = ""
+    part: MicroBatch | None = None
 
     @property
     def tiles(self) -> int:

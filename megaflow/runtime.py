@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from megaflow.backend import interpreted
-from megaflow.device import ABORT, CONTROL_WORDS, REPORT_WORDS, STEPS_DONE, TAIL
+from megaflow.device import ABORT, CONTROL_WORDS, EPOCH, QUEUE_HEADER_WORDS, REPORT_WORDS, STEPS_DONE, TAIL
 from megaflow.errors import BackendError, DeadlockError
 from megaflow.kernel import fingerprint, megakernel
 from megaflow.kinds import ROW_WIDTH, KernelConfig
@@ -55,22 +55,26 @@ class LoadedPlan:
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        tasks, events = plan.graph.tasks, len(plan.graph.event_need)
-        self._events = zeros(events, 32)
+        tasks = plan.graph.tasks
+        self._events = zeros(len(plan.event_need), 32)
         self._arrivals = zeros(tasks)
-        self._queue = zeros(tasks + plan.workers)
-        self._arrays = (put(plan.records), put(plan.queue_offsets), table, self._events, put(plan.graph.event_need))
-        self._dynamic_arrays = (
-            put(plan.triggers_of), put(plan.triggers), put(plan.wait_count), self._arrivals,
-            put(plan.initial), self._queue,
+        self._queues = zeros(max(plan.ready_queues, 1), QUEUE_HEADER_WORDS + tasks + plan.workers)
+        self._tickets = zeros(max(plan.drains, 1), 32)
+        self._arrays = (
+            put(plan.records), put(plan.queue_offsets), table, self._events, put(plan.event_need),
+            put(plan.triggers_of), put(plan.triggers), put(plan.wait_count), self._arrivals, put(plan.initial),
+            self._queues, self._tickets, control,
         )  # fmt: skip
         self.reset()
 
     def reset(self) -> None:
         """Forget all counters: needed before the first launch and after a failed one."""
-        for state in (self._events, self._arrivals, self._queue, self._control):
+        for state in (self._events, self._arrivals, self._queues, self._tickets, self._control):
             state.zero_()
-        self._control[TAIL.value] = len(self.plan.initial)
+        for index in range(self.plan.ready_queues):
+            ready = self.plan.initial[index :: self.plan.ready_queues] + 1
+            self._queues[index, TAIL.value] = len(ready)
+            self._queues[index, QUEUE_HEADER_WORDS : QUEUE_HEADER_WORDS + len(ready)] = torch.from_numpy(ready)
 
     def launch(self, steps: int) -> None:
         """Enqueue one launch of up to `steps` steps on the current stream; capturable in a CUDA graph.
@@ -86,13 +90,11 @@ class LoadedPlan:
             with torch.cuda.device_of(self._control):
                 megakernel[(plan.workers,)](
                     *self._arrays,
-                    *self._dynamic_arrays,
-                    self._control,
                     plan.graph.tasks,
                     len(plan.initial),
                     plan.graph.final_event,
                     steps,
-                    int(plan.dynamic),
+                    plan.ready_queues,
                     self._timeout_ns,
                     ROW=ROW_WIDTH,
                     BODIES=self._bodies,
@@ -120,20 +122,41 @@ class LoadedPlan:
         code, worker, event, seen, wanted = control[ABORT.value : ABORT.value + REPORT_WORDS].tolist()
         if code == 0:
             return int(control[STEPS_DONE.value])
+        counters = self._events[:, 0].cpu().numpy().copy()
+        epoch = int(control[EPOCH.value] - control[STEPS_DONE.value])  # it counts abandoned steps too
         self.reset()
-        graph = self.plan.graph
-        task = code - 1
-        where = "the start of a step"
-        if 0 <= task < graph.tasks:
-            where = f"{graph.operators[graph.operator[task]].name}{graph.coordinates[task].tolist()}"
+        waited = f"waited {self._timeout_ns / 1e9:g} s"
         if event < 0:
-            raise DeadlockError(
-                f"worker {worker} found no ready task for {self._timeout_ns / 1e9:g} s (ticket {seen} of {wanted}); "
-                "the launch was abandoned"
-            )
+            raise DeadlockError(f"worker {worker} {waited} for a ready task; {self._missing(counters, epoch)}")
+        where = "the start of a step"
+        if code - 1 < self.plan.graph.tasks:
+            where = self.plan.graph.task_name(code - 1)
         raise DeadlockError(
-            f"worker {worker} waited {self._timeout_ns / 1e9:g} s at {where} for event {graph.event_name(event)}: "
+            f"worker {worker} {waited} at {where} for event {self.plan.event_name(event)}: "
             f"seen {seen}, needed {wanted}; the launch was abandoned"
+        )
+
+    def _missing(self, counters: np.ndarray, epoch: int) -> str:
+        """In words, the first tile that waits for an event which is not complete in the step that did not end.
+
+        Args:
+            counters: int32 [E], as the launch left them.
+            epoch: steps completed before it.
+        """
+        plan = self.plan
+        need = plan.event_need.astype(np.int64)
+        final = plan.graph.final_event
+        step = epoch + (int(counters[final]) - epoch * int(need[final])) // int(need[final]) + 1
+        incomplete = counters < need * step
+        stuck = (incomplete[plan.graph.waits] & (plan.graph.waits >= 0)).any(1)
+        if not stuck.any():
+            return "no event is incomplete; the launch was abandoned"
+        # in program order the first is the one that the others wait for
+        task = int(stuck.argmax())
+        event = next(int(e) for e in plan.graph.waits[task] if e >= 0 and incomplete[e])
+        return (
+            f"first in line is {plan.graph.task_name(task)}, which waits for event {plan.event_name(event)}: "
+            f"seen {counters[event]}, needed {need[event] * step}; the launch was abandoned"
         )
 
 

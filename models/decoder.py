@@ -9,12 +9,12 @@ from megaflow.errors import DeadlockError
 from megaflow.graph import Tensor
 from megaflow.models.geometry import Geometry
 from megaflow.models.kv_cache import PagedKVCache
-from megaflow.models.planner import KINDS_BY_NAME, make_plan
-from megaflow.models.qwen3 import LOGIT_PARTS, RESIDUAL_PARTS, qwen3_graph
+from megaflow.models.planner import make_plan, operator_table
+from megaflow.models.qwen3 import ARRIVAL_LINE, LOGIT_PARTS, RESIDUAL_PARTS, qwen3_graph
 from megaflow.models.tiling import kernel_config, smallest_rows, tiling
 from megaflow.models.weights import Weights
 from megaflow.runtime import LoadedPlan, new_control
-from megaflow.scheduler import scheduler
+from megaflow.scheduler import Schedule
 from megaflow.target import Device
 from megaflow.tasks import KINDS
 from megaflow.tasks.packing import padded
@@ -50,7 +50,7 @@ class Decoder:
         self._dtype = weights.matrices["embedding"].data.dtype
         self._graph = qwen3_graph(model, cache.max_seq_len)
         self._lengths: list[int] = []
-        self._plans: dict[tuple[int, str], LoadedPlan] = {}
+        self._plans: dict[tuple[int, Schedule], LoadedPlan] = {}
         self._where = where = cos.device
 
         def ints(*shape: int) -> torch.Tensor:
@@ -70,7 +70,7 @@ class Decoder:
         workspace = {
             "partial": torch.zeros(units * group * model.head_dim, device=where),
             "statistics": torch.zeros(units * group * 2, device=where),
-            "arrived": ints(max_batch_size * model.kv_heads, 32),
+            "arrived": ints(max_batch_size, model.kv_heads, ARRIVAL_LINE),
         }
         caches = {f"layers.{i}.k_cache": keys for i, keys in enumerate(cache.keys)}
         caches |= {f"layers.{i}.v_cache": values for i, values in enumerate(cache.values)}
@@ -99,20 +99,16 @@ class Decoder:
         # whole weight blocks wide; linear layers read the padding, which stays zero
         return torch.zeros((rows, padded(width)), dtype=dtype, device=self._where)
 
-    def plan(self, schedule: str) -> LoadedPlan:
+    def plan(self, schedule: Schedule) -> LoadedPlan:
         """The plan for the present batch size, made on first use."""
         key = (self.batch, schedule)
         if key not in self._plans:
             cut = tiling(self._model, self.batch, self._device, str(self._dtype).removeprefix("torch."))
-            plan = make_plan(self._graph, cut, scheduler(schedule), self._device.workers)
+            plan = make_plan(self._graph, cut, schedule, self._device.workers)
             control = new_control(self._where)
             buffers = {**self._buffers, "stop_step": control[STOP_STEP.value :]}
-            table = [
-                KINDS_BY_NAME[op.kind].packed_row(op, tiled, buffers)
-                for op, tiled in zip(self._graph.operators, plan.graph.operators, strict=True)
-            ]
-            on_device = torch.tensor(table, dtype=torch.int64).to(self._where)
-            self._plans[key] = LoadedPlan(plan, on_device, control, [kind.body for kind in KINDS], cut.config)
+            table = operator_table(self._graph, plan, buffers).to(self._where)
+            self._plans[key] = LoadedPlan(plan, table, control, [kind.body for kind in KINDS], cut.config)
         return self._plans[key]
 
     def start(self, lengths: Sequence[int]) -> None:
@@ -143,7 +139,7 @@ class Decoder:
         self.batch = 0
         self._lengths = []
 
-    def run(self, tokens: torch.Tensor, steps: int, schedule: str) -> torch.Tensor:
+    def run(self, tokens: torch.Tensor, steps: int, schedule: Schedule) -> torch.Tensor:
         """Run up to `steps` decode steps in one launch.
 
         Args:

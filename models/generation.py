@@ -13,6 +13,7 @@ from transformers import (
 
 from megaflow.errors import CapacityError, InputError
 from megaflow.models.decoder import Decoder
+from megaflow.scheduler import Schedule
 from megaflow.tasks.select import MAX_EOS
 
 Prompts = torch.Tensor | Sequence[Sequence[int]] | Sequence[torch.Tensor]
@@ -113,7 +114,7 @@ def end_tokens(
 
 def continue_prompts(
     decoder: Decoder,
-    schedule: str,
+    schedule: Schedule,
     prompts: Sequence[torch.Tensor],
     logits: torch.Tensor,
     max_new_tokens: int,

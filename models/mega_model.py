@@ -23,7 +23,7 @@ from megaflow.models.geometry import read_geometry
 from megaflow.models.kv_cache import PagedKVCache
 from megaflow.models.prefill import prefill
 from megaflow.models.weights import load_weights
-from megaflow.scheduler import scheduler
+from megaflow.scheduler import Schedule, find_schedule
 from megaflow.target import current_device
 
 LARGEST_BATCH = 128
@@ -38,7 +38,7 @@ class MegaModel:
         config, generation_config: the transformers configurations.
         geometry: the sizes that follow from it.
         device: where it runs.
-        schedule: name of the schedule in use.
+        schedule: the schedule in use.
         max_batch_size, max_seq_len: what the KV cache was made for.
     """
 
@@ -47,7 +47,7 @@ class MegaModel:
         cls,
         source: str | Path | Any,
         *,
-        schedule: str = "static",
+        schedule: str | Schedule = "static",
         max_batch_size: int = 1,
         max_seq_len: int | None = None,
         page_size: int = 64,
@@ -59,7 +59,8 @@ class MegaModel:
 
         Args:
             source: a local checkpoint directory, a hub id, or a transformers Qwen3ForCausalLM in memory.
-            schedule: "static" (queues made on the host) or "dynamic" (a ready queue on the device).
+            schedule: "static", "dynamic", "hybrid" or "unfused", or a Schedule (megaflow.scheduler), which may be one's
+                own.
             max_batch_size: most sequences at once, 1 to 128.
             max_seq_len: most tokens of a sequence, prompt and generated together; default 2048, or what the
                 configuration allows if that is less.
@@ -80,7 +81,7 @@ class MegaModel:
     def __init__(
         self,
         source: str | Path | Any,
-        schedule: str,
+        schedule: str | Schedule,
         max_batch_size: int,
         max_seq_len: int | None,
         page_size: int,
@@ -114,14 +115,13 @@ class MegaModel:
             steps_per_launch,
         )
 
-    def set_schedule(self, schedule: str) -> None:
+    def set_schedule(self, schedule: str | Schedule) -> None:
         """Use another schedule from the next step on. Weights, cache and compiled kernel stay.
 
         Raises:
             ScheduleError: no such schedule; the old one stays in use.
         """
-        scheduler(schedule)
-        self.schedule = schedule
+        self.schedule = find_schedule(schedule)
 
     def prefill(self, input_ids: Prompts, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Start new sequences; those before are forgotten.

@@ -1,21 +1,47 @@
 """From a model's graph to a plan for one batch size and schedule."""
 
+from dataclasses import replace
+
+import torch
+
 from megaflow.graph import Graph
-from megaflow.kinds import Tiling
+from megaflow.kinds import Buffers, Tiling
 from megaflow.plan import Plan
-from megaflow.scheduler import Scheduler
-from megaflow.taskgraph import build_task_graph
+from megaflow.scheduler import Program, Schedule
 from megaflow.tasks import KINDS
 
 KINDS_BY_NAME = {kind.name: kind for kind in KINDS}
 KIND_NUMBERS = {kind.name: number for number, kind in enumerate(KINDS)}
 
 
-def make_plan(graph: Graph, tiling: Tiling, schedule: Scheduler, workers: int) -> Plan:
-    """Cut a graph into tiles, derive its events and schedule the tasks.
+def program_of(graph: Graph, tiling: Tiling) -> Program:
+    """The graph's operators, cut into tiles. Raises PlanError if one cannot be."""
+    operators = tuple(KINDS_BY_NAME[op.kind].cut(op, tiling) for op in graph.operators)
+
+    return Program(
+        operators,
+        tiling.batch,
+        lambda index, part: KINDS_BY_NAME[graph.operators[index].kind].cut(
+            graph.operators[index], replace(tiling, part=part)
+        ),
+    )
+
+
+def make_plan(graph: Graph, tiling: Tiling, schedule: Schedule, workers: int) -> Plan:
+    """Cut a graph into tiles, schedule the tasks and derive their events.
 
     Raises:
         PlanError: if the graph cannot be planned.
+        ScheduleError: if the schedule is not valid for it.
     """
-    tiled = [KINDS_BY_NAME[op.kind].tile(op, tiling) for op in graph.operators]
-    return schedule(build_task_graph(tiled), workers, KIND_NUMBERS)
+    return schedule.plan(program_of(graph, tiling), workers, KIND_NUMBERS)
+
+
+def operator_table(graph: Graph, plan: Plan, buffers: Buffers) -> torch.Tensor:
+    """int64 [operators, ROW_WIDTH]: the rows of the plan's operators, which may be parts of the graph's."""
+    by_name = {op.name: op for op in graph.operators}
+    rows = []
+    for tiled in plan.graph.operators:
+        op = by_name[tiled.source]
+        rows.append(KINDS_BY_NAME[op.kind].packed_row(op, tiled, buffers))
+    return torch.tensor(rows, dtype=torch.int64)

@@ -12,6 +12,9 @@ from megaflow.models.geometry import Geometry
 
 RESIDUAL_PARTS = Symbol("residual_parts")  # tiles of a residual linear along its rows
 LOGIT_PARTS = Symbol("logit_parts")  # tiles of the LM head along its rows
+PAGES = Symbol("pages")  # of a sequence, in the block table
+STEPS = Symbol("steps")  # of a launch
+ARRIVAL_LINE = 32  # int32 in a 128-byte line, which each arrival counter has to itself
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,9 @@ def qwen3_graph(model: Geometry, max_length: int) -> Graph:
     }
     logits = Tensor("logits", (BATCH, model.vocab), "float32")
     linear(g, "lm_head", stream, head, {"out": logits, **best}, "logits")
-    state = {
-        name: Tensor(name, (), "int32")
-        for name in ("positions", "finished", "unfinished", "generated", "eos", "pad", "stop_step")
-    }
+    state = {name: Tensor(name, (), "int32") for name in ("unfinished", "eos", "pad", "stop_step")}
+    state |= {name: Tensor(name, (BATCH,), "int32") for name in ("positions", "finished")}
+    state["generated"] = Tensor("generated", (BATCH, STEPS), "int32")
     g.add("select", "select", {**best, **state}, {"tokens": tokens})
     return g
 
@@ -113,8 +115,10 @@ def residual(g: Graph, name: str, x: Tensor, weight: Tensor, stream: Stream, gam
 
 def attention(g: Graph, model: Geometry, name: Names, qkv: Tensor, out: Tensor, max_length: int) -> None:
     """out = attention of the new token over the paged KV cache, which it is appended to first."""
-    shared = ("cos", "sin", "positions", "block_table", "partial", "statistics", "arrived")
-    inputs = {role: Tensor(role, (), "float32" if role in ("cos", "sin") else "int32") for role in shared}
+    inputs = {role: Tensor(role, (), "float32") for role in ("cos", "sin", "partial", "statistics")}
+    inputs["positions"] = Tensor("positions", (BATCH,), "int32")
+    inputs["block_table"] = Tensor("block_table", (BATCH, PAGES), "int32")
+    inputs["arrived"] = Tensor("arrived", (BATCH, model.kv_heads, ARRIVAL_LINE), "int32")
     inputs |= {role: Tensor(name(role), ()) for role in ("k_cache", "v_cache")}
     inputs |= {role: norm_weight(name(role), model.head_dim) for role in ("q_norm", "k_norm")}
     g.add(

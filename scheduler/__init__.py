@@ -1,22 +1,41 @@
-"""Schedules: from a task graph to a plan."""
+"""Schedules: from a program of tiled operators to a plan."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from megaflow.errors import ScheduleError
-from megaflow.plan import Plan
-from megaflow.scheduler.dynamic import dynamic_plan
-from megaflow.scheduler.static import static_plan
-from megaflow.taskgraph import TaskGraph
+from megaflow.scheduler.context import Context
+from megaflow.scheduler.dynamic import Dynamic
+from megaflow.scheduler.policies import Hybrid, Static, Unfused
+from megaflow.scheduler.program import Program
+from megaflow.scheduler.schedule import Schedule
 
-Scheduler = Callable[[TaskGraph, int, Mapping[str, int]], Plan]
-SCHEDULES: Mapping[str, Scheduler] = {"static": static_plan, "dynamic": dynamic_plan}
-
-
-def scheduler(name: str) -> Scheduler:
-    """The schedule of that name. Raises ScheduleError, which lists the names there are."""
-    if name not in SCHEDULES:
-        raise ScheduleError(f"schedule {name!r} is unknown; choose one of {', '.join(SCHEDULES)}")
-    return SCHEDULES[name]
+SCHEDULES: Mapping[str, Schedule] = {
+    "static": Static(),
+    "dynamic": Dynamic(),
+    "hybrid": Hybrid(),
+    "unfused": Unfused(),
+}
 
 
-__all__ = ["SCHEDULES", "Scheduler", "dynamic_plan", "scheduler", "static_plan"]
+def find_schedule(schedule: str | Schedule) -> Schedule:
+    """A schedule by its name; one that is given is returned. Raises ScheduleError, which lists the names there are."""
+    if isinstance(schedule, Schedule):
+        return schedule
+    if schedule not in SCHEDULES:
+        raise ScheduleError(
+            f"schedule {schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}, or give a Schedule"
+        )
+    return SCHEDULES[schedule]
+
+
+__all__ = [
+    "SCHEDULES",
+    "Context",
+    "Dynamic",
+    "Hybrid",
+    "Program",
+    "Schedule",
+    "Static",
+    "Unfused",
+    "find_schedule",
+]

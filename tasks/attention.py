@@ -172,31 +172,41 @@ def split_count(batch: int, kv_heads: int, max_length: int, kv_block: int, worke
 
 def tile(op: Operator, tiling: Tiling) -> TiledOperator:
     config = tiling.config
-    batch, kv_heads, group = tiling.symbols["B"], op.attrs["kv_heads"], op.attrs["group"]
+    kv_heads, group = op.attrs["kv_heads"], op.attrs["group"]
     max_length = op.attrs["max_length"]
-    splits = split_count(batch, kv_heads, max_length, config.kv_block, tiling.workers)
+    splits = split_count(tiling.batch, kv_heads, max_length, config.kv_block, tiling.workers)
     width = config.head_dim
 
     def access(role: str, heads: int) -> Access:
-        spans = (Span.tiles(0, 1), Span.tiles(1, heads * width))
+        spans = (tiling.along_batch(0, 1), Span.tiles(1, heads * width))
         return Access(op.tensor(role).name, tiling.shape(op, role), spans)
+
+    # any split may be the one that combines all splits of its sequence and head
+    workspace = Access(
+        op.tensor("partial").name, (tiling.batch, kv_heads), (tiling.along_batch(0, 1), Span.tiles(1, 1))
+    )
 
     return TiledOperator(
         op.name,
         op.kind,
-        grid=(batch, kv_heads, splits),
+        grid=(tiling.sequences, kv_heads, splits),
         reads=(access("qkv", group + 2),),
-        writes=(access("out", group),),
+        writes=(access("out", group), *((workspace,) if splits > 1 else ())),
         tile_bytes=2 * (max_length // splits) * width * config.element.primitive_bitwidth // 8,
-        params=(("splits", splits),),
+        params=(("splits", splits), ("group_tile", config.group)),
+        tile_flops=4 * (max_length // splits) * width * group,
+        irregular=True,
     )
 
 
 def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     at = by_role(op, buffers)
     pointers = ("qkv", "q_norm", "k_norm", "cos", "sin", "positions", "k_cache", "v_cache", "block_table", "out",
-                "partial", "statistics", "arrived")  # fmt: skip
+                "arrived")  # fmt: skip
     page_size = at("k_cache").shape[2]
+    # the workspace has no dimension for sequences: their share of it depends on the number of splits
+    units = tiled.part.start * op.attrs["kv_heads"] * tiled.param("splits") if tiled.part else 0
+    group = tiled.param("group_tile")
     return {
         "qkv_stride": at("qkv").stride(0),
         "block_table_stride": at("block_table").stride(0),
@@ -205,6 +215,8 @@ def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
         "kv_heads": op.attrs["kv_heads"],
         "group": op.attrs["group"],
         "splits": tiled.param("splits"),
+        "partial": at("partial")[units * group * at("q_norm").shape[0] :].data_ptr(),
+        "statistics": at("statistics")[units * group * 2 :].data_ptr(),
         **{role: at(role).data_ptr() for role in pointers},
     }
 

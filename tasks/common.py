@@ -25,7 +25,7 @@ def number(row, field: tl.constexpr):
 def token_access(op: Operator, tiling: Tiling, role: str) -> Access:
     """The region of a tensor [B, ...] that the tile of one token touches: all of that token's row."""
     shape = tiling.shape(op, role)
-    spans = (Span.tiles(0, 1), *(Span.whole(extent) for extent in shape[1:]))
+    spans = (tiling.along_batch(0, 1), *(Span.whole(extent) for extent in shape[1:]))
     return Access(op.tensor(role).name, shape, spans)
 
 

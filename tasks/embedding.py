@@ -47,7 +47,7 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
     return TiledOperator(
         op.name,
         op.kind,
-        grid=(tiling.symbols["B"],),
+        grid=(tiling.sequences,),
         reads=(token_access(op, tiling, "tokens"),),
         writes=(token_access(op, tiling, "h"), token_access(op, tiling, "out"), token_access(op, tiling, "ssq_out")),
         tile_bytes=tiling.shape(op, "weight")[1] * tiling.config.element.primitive_bitwidth // 8,

@@ -223,12 +223,12 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
 
     def access(role: str, column: Span | None = None) -> Access:
         shape = tiling.shape(op, role)
-        spans = (Span.tiles(1, config.tokens), column or Span.whole(shape[1]))
+        spans = (tiling.along_batch(1, config.tokens), column or Span.whole(shape[1]))
         return Access(op.tensor(role).name, shape, spans)
 
     across = Span.tiles(0, height)
     reads, writes = [access("x")], []
-    params = [("run", height // config.rows), ("batch", tiling.symbols["B"])]
+    params = [("run", height // config.rows), ("batch", tiling.sequences)]
     if "ssq" in op.inputs:
         reads.append(access("ssq"))
         params.append(("parts", tiling.shape(op, "ssq")[1]))
@@ -244,11 +244,13 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
     return TiledOperator(
         op.name,
         op.kind,
-        grid=(-(-rows // height), tiling.token_tiles),  # the token tiles of one weight tile run side by side
+        # the token tiles of one weight tile run side by side
+        grid=(-(-rows // height), -(-tiling.sequences // config.tokens)),
         reads=tuple(reads),
         writes=tuple(writes),
         tile_bytes=height * columns * config.element.primitive_bitwidth // 8,
         params=tuple(params),
+        tile_flops=2 * height * columns * min(config.tokens, tiling.sequences),
     )
 
 

@@ -64,7 +64,7 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
     return TiledOperator(
         op.name,
         op.kind,
-        grid=(tiling.symbols["B"],),
+        grid=(tiling.sequences,),
         reads=(token_access(op, tiling, "best_value"), token_access(op, tiling, "best_index")),
         writes=(token_access(op, tiling, "tokens"),),
         tile_bytes=tiling.shape(op, "best_value")[1] * 8,

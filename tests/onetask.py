@@ -10,7 +10,7 @@ from megaflow.graph import Graph, Tensor
 from megaflow.kinds import KernelConfig, Tiling
 from megaflow.models.planner import KINDS_BY_NAME, make_plan
 from megaflow.runtime import LoadedPlan, new_control
-from megaflow.scheduler import scheduler
+from megaflow.scheduler import find_schedule
 from megaflow.tasks import KINDS
 
 EPS = 1e-6
@@ -52,7 +52,7 @@ def run_operator(
     graph = Graph()
     graph.add("op", kind, inputs, outputs, **attrs)
     tiling = Tiling(kernel, workers, symbols)
-    plan = make_plan(graph, tiling, scheduler(schedule), 1 if interpreted() else workers)
+    plan = make_plan(graph, tiling, find_schedule(schedule), 1 if interpreted() else workers)
     control = new_control(kernel_device())
     buffers = {"stop_step": control[STOP_STEP.value :], **buffers}
     row = KINDS_BY_NAME[kind].packed_row(graph.operators[0], plan.graph.operators[0], buffers)

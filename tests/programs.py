@@ -3,8 +3,11 @@
 import numpy as np
 from hypothesis import strategies as st
 
+from megaflow.errors import PlanError, ScheduleError
+from megaflow.plan import Plan
 from megaflow.regions import Access, Span, TiledOperator, overlap
-from megaflow.taskgraph import TaskGraph
+from megaflow.scheduler import Program, Schedule
+from megaflow.taskgraph import TaskGraph, build_task_graph
 
 SHAPES = {"a": (6, 4), "b": (5, 3), "c": (8, 2)}
 
@@ -41,11 +44,31 @@ def programs(draw, kind: str = "kind") -> list[TiledOperator]:
                 tuple(draw(accesses(t, grid)) for t in reads),
                 tuple(draw(accesses(t, grid)) for t in writes),
                 draw(st.integers(1, 100)),
+                tile_flops=draw(st.sampled_from([0, 10**6])),
+                irregular=draw(st.booleans()),
             )
         )
     everything = tuple(Access(t, s, tuple(Span.whole(e) for e in s)) for t, s in SHAPES.items())
     ops.append(TiledOperator("last", kind, (draw(st.integers(1, 3)),), everything, everything[:1], 1))
     return ops
+
+
+def graph_or_none(ops: list[TiledOperator]) -> TaskGraph | None:
+    """The graph; None where an operator would notify more events than a record holds."""
+    try:
+        return build_task_graph(ops)
+    except PlanError as error:
+        assert "would notify more than" in str(error)
+        return None
+
+
+def plan_or_none(ops: list[TiledOperator], schedule: Schedule, workers: int) -> Plan | None:
+    """The plan; None where an operator would notify more events than a record holds."""
+    try:
+        return schedule.plan(Program.of(ops), workers, {op.kind: 0 for op in ops})
+    except (PlanError, ScheduleError) as error:
+        assert "would notify more than" in str(error)
+        return None
 
 
 def conflicting_tiles(graph: TaskGraph) -> np.ndarray:
@@ -71,10 +94,9 @@ def conflicting_tiles(graph: TaskGraph) -> np.ndarray:
 
 def ordered_tiles(graph: TaskGraph) -> np.ndarray:
     """bool [N, N]: the events of one step guarantee that task i has ended before task j starts."""
-    waits = np.where(graph.previous_step[:, None], -1, graph.waits)
     before = np.zeros((graph.tasks, graph.tasks), bool)
     for notify in graph.notifies.T:
-        for wait in waits.T:
+        for wait in graph.waits.T:
             before |= (notify[:, None] == wait[None, :]) & (notify >= 0)[:, None] & (wait >= 0)[None, :]
     for middle in range(graph.tasks):  # transitive closure
         before |= before[:, middle, None] & before[middle]

@@ -37,28 +37,29 @@ def test_a_dropped_notify_is_reported_and_the_model_stays_usable(model, schedule
     model.set_schedule(schedule)
     wanted = model.generate([[1, 2, 3]], 4)
     decoder = model._decoder
-    good = decoder.plan(schedule)
+    good = decoder.plan(model.schedule)
     place = next(
-        i for i, task in enumerate(good.plan.field("task"))
+        i for i, task in enumerate(good.plan.column("task"))
         if good.plan.graph.operators[good.plan.graph.operator[task]].name == "layers.0.o_proj"
     )  # fmt: skip
-    decoder._plans[1, schedule] = broken(good, without(good.plan, "notify0", place, -1))
+    decoder._plans[1, model.schedule] = broken(good, without(good.plan, "notify0", place, -1))
     message = {
         "static": r"layers.0.gate_up\[\d, \d, 0\] for event layers.0.o_proj\[0, 0\]: seen 1, needed 2",
-        "dynamic": r"found no ready task for 0.2 s",
+        "dynamic": r"0.2 s for a ready task; first in line is layers.0.gate_up\[\d, \d, 0\], which waits for event "
+        r"layers.0.o_proj\[0, 0\]: seen 1, needed 2",
     }
     with pytest.raises(DeadlockError, match=message[schedule]):
         model.generate([[1, 2, 3]], 4)
-    decoder._plans[1, schedule] = good
+    decoder._plans[1, model.schedule] = good
     good.reset()  # the two shared a control block
     assert torch.equal(model.generate([[1, 2, 3]], 4), wanted)
 
 
 def test_a_wait_for_too_many_notifies_is_reported(model):
     decoder = model._decoder
-    good = decoder.plan("static")
-    place = int((good.plan.field("wait0") >= 0).nonzero()[0][-1])
-    decoder._plans[1, "static"] = broken(good, without(good.plan, "need0", place, 1000))
+    good = decoder.plan(model.schedule)
+    place = int((good.plan.column("wait0") >= 0).nonzero()[0][-1])
+    decoder._plans[1, model.schedule] = broken(good, without(good.plan, "need0", place, 1000))
     for _ in range(2):
         model.prefill([[1, 2, 3]])
         with pytest.raises(DeadlockError, match=r"needed 1000"):
@@ -72,25 +73,25 @@ def test_a_launch_that_stops_between_the_splits_of_attention_leaves_nothing_behi
     model.set_schedule(schedule)
     wanted = model.generate(prompt, 3)
     decoder = model._decoder
-    good = decoder.plan(schedule)
+    good = decoder.plan(model.schedule)
     graph = good.plan.graph
     assert graph.operators[2].grid == (1, 1, 2)
     records = good.plan.records.copy()
     if schedule == "dynamic":  # the second split is never released: its wait is counted twice
-        split = int((graph.operator[good.plan.field("task")] == 2).nonzero()[0][1])
+        split = int((graph.operator[good.plan.column("task")] == 2).nonzero()[0][1])
         count = good.plan.wait_count.copy()
         count[split] += 1
         plan = dataclasses.replace(good.plan, wait_count=count)
     else:
-        split = int((graph.operator[good.plan.field("task")] == 2).nonzero()[0][1])
+        split = int((graph.operator[good.plan.column("task")] == 2).nonzero()[0][1])
         records[split, FIELDS.index("kind")] = 99  # no body runs
         records[split, FIELDS.index("notify0")] = -1
         plan = dataclasses.replace(good.plan, records=records)
-    decoder._plans[1, schedule] = broken(good, plan)
+    decoder._plans[1, model.schedule] = broken(good, plan)
     with pytest.raises(DeadlockError):
         model.generate(prompt, 3)
     with pytest.raises(InputError, match="call prefill first"):
         model.decode(torch.tensor([1]))
-    decoder._plans[1, schedule] = good
+    decoder._plans[1, model.schedule] = good
     good.reset()
     assert torch.equal(model.generate(prompt, 3), wanted)

@@ -1,6 +1,5 @@
 """The persistent kernel runs random programs in order: one worker in the interpreter, many on a GPU."""
 
-import dataclasses
 from itertools import pairwise
 
 import numpy as np
@@ -8,17 +7,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from onetask import config
-from programs import conflicting_tiles, programs
-from test_taskgraph import graph_or_none, op
+from programs import conflicting_tiles, plan_or_none, programs
+from test_taskgraph import op
 
 from megaflow.backend import interpreted, jit, kernel_device, tl
 from megaflow.device import await_inputs
 from megaflow.kinds import ROW_WIDTH
+from megaflow.plan import Plan
 from megaflow.runtime import LoadedPlan, new_control
-from megaflow.scheduler import SCHEDULES, scheduler
-from megaflow.taskgraph import TaskGraph, build_task_graph
+from megaflow.scheduler import SCHEDULES, Dynamic, Program, Static
+from megaflow.taskgraph import TaskGraph
 
 STEPS = 3
+VARIANTS = [*SCHEDULES.values(), Static(interleave=True), Dynamic(queues=3)]
 WORKERS = 1 if interpreted() else 40
 
 
@@ -37,10 +38,10 @@ def stamp_body(row, c0, c1, c2, step, inputs, CONFIG: tl.constexpr):
     tl.store(at + 1, tl.atomic_add(clock, 1, sem="acq_rel", scope="gpu"))
 
 
-def run(graph: TaskGraph, schedule: str, launches: tuple[int, ...]) -> list[np.ndarray]:
+def run(plan: Plan, launches: tuple[int, ...]) -> list[np.ndarray]:
     """For each launch, int [steps, N, 2]: start and end of each task."""
     device = kernel_device()
-    plan = scheduler(schedule)(graph, WORKERS, {"stamp": 0})
+    graph = plan.graph
     clock = torch.zeros(1, dtype=torch.int32, device=device)
     stamps = torch.zeros((max(launches), graph.tasks, 2), dtype=torch.int32, device=device)
     firsts = np.concatenate(([0], np.cumsum([o.tiles for o in graph.operators])))
@@ -70,18 +71,18 @@ def check(graph: TaskGraph, launches: list[np.ndarray]) -> None:
         assert before.max() < after.min()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", VARIANTS, ids=repr)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(program=programs(kind="stamp"))
+@given(program=programs())
 def test_conflicts_keep_their_order_over_steps_and_launches(schedule, program):
-    graph = graph_or_none(program)
-    if graph is not None:
-        check(graph, run(graph, schedule, (STEPS, 1)))
+    plan = plan_or_none(program, schedule, WORKERS)
+    if plan is not None:
+        check(plan.graph, run(plan, (STEPS, 1)))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", VARIANTS, ids=repr)
 def test_a_task_with_two_waits_starts_when_both_are_done(schedule):
     ops = [op("left", [], ["x"]), op("right", [], ["y"]), op("join", ["x", "y"], ["z"]), op("end", ["z"], ["w"])]
-    graph = build_task_graph([dataclasses.replace(o, kind="stamp") for o in ops])
-    assert ((graph.waits >= 0).sum(1) == 2).any()
-    check(graph, run(graph, schedule, (STEPS, STEPS)))
+    plan = schedule.plan(Program.of(ops), WORKERS, {"kind": 0})
+    assert ((plan.graph.waits >= 0).sum(1) == 2).any()
+    check(plan.graph, run(plan, (STEPS, STEPS)))
