@@ -16,6 +16,7 @@ _PUBLIC = {
     "InputError": "megaflow.errors",
     "PlanError": "megaflow.errors",
     "ScheduleError": "megaflow.errors",
+    "VerificationError": "megaflow.errors",
 }
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         MegaflowError,
         PlanError,
         ScheduleError,
+        VerificationError,
     )
     from megaflow.models.mega_model import MegaModel
 
@@ -43,6 +45,7 @@ __all__ = [
     "MegaflowError",
     "PlanError",
     "ScheduleError",
+    "VerificationError",
 ]
 
 

@@ -33,5 +33,9 @@ class PlanError(MegaflowError):
     """A graph cannot be turned into a plan."""
 
 
+class VerificationError(MegaflowError):
+    """A plan lets tiles run in an order in which they must not, runs one not exactly once, or does not end."""
+
+
 class DeadlockError(MegaflowError, RuntimeError):
     """A wait in the persistent kernel ran past its bound; the launch was abandoned, the GPU stays usable."""

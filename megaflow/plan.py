@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -9,6 +10,9 @@ from megaflow.errors import PlanError
 from megaflow.events import NONE
 from megaflow.records import DRAIN, FIELDS, NOTHING, RECORD_WIDTH
 from megaflow.taskgraph import TaskGraph
+
+if TYPE_CHECKING:
+    from megaflow.verifier import Verdict
 
 
 def nothing() -> np.ndarray:
@@ -82,6 +86,16 @@ class Plan:
         records = self.records.copy()
         records[self.is_task & (self.column("operator") > found[-1]), FIELDS.index("kind")] = NOTHING
         return replace(self, records=records)
+
+    def verify(self) -> "Verdict":
+        """Prove that all conflicting accesses are ordered, each task runs once a step, and a launch ends.
+
+        Raises:
+            VerificationError: what does not hold, by name.
+        """
+        from megaflow.verifier import verify  # it needs Plan
+
+        return verify(self)
 
 
 def make_records(

@@ -1,5 +1,6 @@
 """What the command plan prints: how a decode step is cut, what waits for what, and how even the workers' loads are."""
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,7 +64,8 @@ class PlanSummary:
         operators, tasks, events, edges: how many there are in all.
         waits, waits_left: waits of all tasks, and those that the schedule did not drop.
         queue_length, worker_bytes: by worker, tasks and bytes; None if dynamic: decided at run time.
-        planning_ms: time that making the plan took, in ms.
+        conflicts: pairs of tiles that touch the same elements, whose order was proved.
+        planning_ms, verifying_ms: time that making the plan and the proof took, in ms.
     """
 
     lines: tuple[OperatorLine, ...]
@@ -77,7 +79,9 @@ class PlanSummary:
     waits_left: int
     queue_length: Range | None
     worker_bytes: Range | None
+    conflicts: int
     planning_ms: float
+    verifying_ms: float
 
 
 def operator_line(graph: TaskGraph, number: int) -> OperatorLine:
@@ -94,8 +98,11 @@ def operator_line(graph: TaskGraph, number: int) -> OperatorLine:
 
 
 def summarise(plan: Plan, layers: int, planning_ms: float) -> PlanSummary:
-    """The summary of a plan for a model of `layers` layers."""
+    """The summary of a plan for a model of `layers` layers. Raises VerificationError if the plan is not right."""
     graph = plan.graph
+    start = time.perf_counter()
+    verdict = plan.verify()
+    verifying_ms = 1e3 * (time.perf_counter() - start)
     names = [op.name for op in graph.operators]
     layered = [i for i, name in enumerate(names) if name.startswith("layers.")]
     later = [i for i in layered if not names[i].startswith("layers.0.")]
@@ -118,7 +125,9 @@ def summarise(plan: Plan, layers: int, planning_ms: float) -> PlanSummary:
         waits_left=sum(int((plan.column(column) != NONE).sum()) for column in ("wait0", "wait1")),
         queue_length=queue_length,
         worker_bytes=worker_bytes,
+        conflicts=verdict.conflicts,
         planning_ms=planning_ms,
+        verifying_ms=verifying_ms,
     )
 
 
@@ -147,5 +156,7 @@ def print_summary(summary: PlanSummary) -> None:
         f"waits: {summary.waits_left:,} of {summary.waits:,} left after pruning\n"
         f"queue length: {summary.queue_length or run_time}\n"
         f"bytes per worker: {summary.worker_bytes or run_time}\n"
-        f"planning time: {summary.planning_ms:.0f} ms"
+        f"planning time: {summary.planning_ms:.0f} ms\n"
+        f"proved in {summary.verifying_ms:.0f} ms: each task runs once a step, {summary.conflicts:,} pairs of tiles that "
+        "touch the same elements are in order, the step ends"
     )

@@ -28,12 +28,15 @@ def accesses(draw, tensor: str, grid: tuple[int, ...]) -> Access:
 
 
 @st.composite
-def programs(draw, kind: str = "kind") -> list[TiledOperator]:
-    """A few operators that read and write the same tensors, and a last one that reads them all."""
+def programs(draw, kind: str = "kind", most: int = 6, largest: int = 4) -> list[TiledOperator]:
+    """Up to `most` operators that read and write the same tensors, and a last one that reads them all.
+
+    Grids are up to `largest` tiles long on each of one or two axes.
+    """
     names = sorted(SHAPES)
     ops = []
-    for i in range(draw(st.integers(1, 6))):
-        grid = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=2)))
+    for i in range(draw(st.integers(1, most))):
+        grid = tuple(draw(st.lists(st.integers(1, largest), min_size=1, max_size=2)))
         reads = draw(st.lists(st.sampled_from(names), max_size=2, unique=True))
         writes = draw(st.lists(st.sampled_from(names), min_size=1, max_size=2, unique=True))
         ops.append(
@@ -49,7 +52,7 @@ def programs(draw, kind: str = "kind") -> list[TiledOperator]:
             )
         )
     everything = tuple(Access(t, s, tuple(Span.whole(e) for e in s)) for t, s in SHAPES.items())
-    ops.append(TiledOperator("last", kind, (draw(st.integers(1, 3)),), everything, everything[:1], 1))
+    ops.append(TiledOperator("last", kind, (draw(st.integers(1, min(3, largest))),), everything, everything[:1], 1))
     return ops
 
 

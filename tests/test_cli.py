@@ -43,6 +43,7 @@ def test_plan_lists_operators_and_balance_without_weights(config_only: Path):
     assert first_words[:9] == ["operator", "embedding", *layer, "layer", "lm_head"]
     assert "layer 1: as layer 0; layers.1.qkv waits for layers.0.down" in result.stdout
     assert "bytes per worker: min" in result.stdout
+    assert "pairs of tiles that touch the same elements are in order" in result.stdout
 
 
 def test_plan_as_json_accounts_for_every_task(config_only: Path):
