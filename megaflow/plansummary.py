@@ -157,6 +157,6 @@ def print_summary(summary: PlanSummary) -> None:
         f"queue length: {summary.queue_length or run_time}\n"
         f"bytes per worker: {summary.worker_bytes or run_time}\n"
         f"planning time: {summary.planning_ms:.0f} ms\n"
-        f"proved in {summary.verifying_ms:.0f} ms: each task runs once a step, {summary.conflicts:,} pairs of tiles that "
-        "touch the same elements are in order, the step ends"
+        f"proved in {summary.verifying_ms:.0f} ms: each task runs once a step, "
+        f"{summary.conflicts:,} pairs of tiles that touch the same elements are in order, the step ends"
     )

@@ -52,6 +52,7 @@ def by_priority(placements: Sequence[Placement], before: Mapping[str, Sequence[s
             after[j].append(i)
         barrier = i if placement.barrier else barrier
     ready = [(-p.priority, i) for i, p in enumerate(placements) if not waiting[i]]
+    heapq.heapify(ready)
     order = []
     while ready:
         _, i = heapq.heappop(ready)
