@@ -16,11 +16,11 @@ from megaflow.errors import DeadlockError
 from megaflow.plan import Plan
 from megaflow.records import DRAIN, NOTHING
 from megaflow.regions import TiledOperator
+from megaflow.scheduler.bandwidth import NEVER, Bandwidth
 from megaflow.scheduler.costs import H200_COSTS, Costs
 from megaflow.scheduler.simulation import Simulation
 
 PUSH_WIDTH = 128  # tasks that the kernel's push releases at once
-NEVER = float("inf")
 
 
 def simulate(plan: Plan, costs: Costs = H200_COSTS, fill: float = 1.0) -> Simulation:
@@ -65,58 +65,6 @@ class Work:
         self.fixed_s = np.where(share > 0, fixed, 0).tolist()
 
 
-class Memory:
-    """Loads that share the bandwidth evenly.
-
-    All of them advance at the same rate, so one clock, the bytes that each has loaded since the beginning, says when
-    the next one ends (virtual time of processor sharing).
-    """
-
-    def __init__(self, costs: Costs) -> None:
-        self._all = costs.memory_bytes_per_s
-        self._each = costs.worker_bytes_per_s
-        self._heap: list[tuple[float, int]] = []
-        self._ends: dict[int, float] = {}  # worker: the clock at which its load ends
-        self._began: dict[int, tuple[float, float]] = {}  # worker: the clock then, its demand
-        self._demand = 0.0  # loads; those that read the same bytes count once
-        self._clock = 0.0
-
-    def _rate(self) -> float:
-        return min(self._each, self._all / self._demand)
-
-    def next_end(self) -> float:
-        """Seconds until the next load ends."""
-        while self._heap and self._ends.get(self._heap[0][1]) != self._heap[0][0]:
-            heapq.heappop(self._heap)  # it was stopped
-        return max(0.0, self._heap[0][0] - self._clock) / self._rate() if self._heap else NEVER
-
-    def advance(self, seconds: float) -> None:
-        if self._ends:
-            self._clock += seconds * self._rate()
-
-    def end_next(self) -> int:
-        """End the load that is due. Returns its worker."""
-        self._clock, worker = heapq.heappop(self._heap)
-        self.stop(worker)
-        return worker
-
-    def begin(self, worker: int, size: float, demand: float) -> None:
-        end = self._clock + size
-        self._ends[worker] = end
-        self._began[worker] = (self._clock, demand)
-        self._demand += demand
-        heapq.heappush(self._heap, (end, worker))
-
-    def stop(self, worker: int) -> float:
-        """End a worker's load before its time. Returns the bytes that it has loaded, 0 if there is none."""
-        if worker not in self._ends:
-            return 0.0
-        del self._ends[worker]
-        began, demand = self._began[worker]
-        self._demand = self._demand - demand if self._ends else 0.0
-        return self._clock - began
-
-
 class Machine:
     """Workers, events and memory as time goes on; what QueueMachine and ReadyMachine have in common."""
 
@@ -125,16 +73,16 @@ class Machine:
         self.costs = costs
         self.work = Work(plan, costs, fill)
         self.now = 0.0
-        self._memory = Memory(costs)
+        self._memory = Bandwidth(costs.memory_bytes_per_s, costs.worker_bytes_per_s)
         self._agenda: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._planned = 0
         self.task = plan.column("task").tolist()
-        self.notifies = [[e for e in pair if e >= 0] for pair in _pairs(plan, "notify")]
+        self.notifies = _events(plan, "notify")
         self._loaded_early = [0.0] * plan.workers
         self._running = [False] * plan.workers
         self.record = [-1] * plan.workers  # what each worker has taken
-        self._times = np.full((4, plan.graph.tasks), np.nan)  # worker, start, run, end
-        self._starts, self._runs, self._ends, self._workers = ([NEVER] * plan.graph.tasks for _ in range(4))
+        self._workers = [-1] * plan.graph.tasks
+        self._starts, self._runs, self._ends = ([NEVER] * plan.graph.tasks for _ in range(3))
         self._need = plan.event_need.tolist()
         self._seen = [0] * len(self._need)
         self.completed = [NEVER] * len(self._need)
@@ -229,8 +177,10 @@ class Machine:
         return True
 
 
-def _pairs(plan: Plan, name: str) -> list[list[int]]:
-    return np.column_stack((plan.column(f"{name}0"), plan.column(f"{name}1"))).tolist()
+def _events(plan: Plan, name: str) -> list[list[int]]:
+    """The events that each record waits for or notifies."""
+    pairs = np.column_stack((plan.column(f"{name}0"), plan.column(f"{name}1"))).tolist()
+    return [[event for event in pair if event >= 0] for pair in pairs]
 
 
 class QueueMachine(Machine):
@@ -239,12 +189,12 @@ class QueueMachine(Machine):
     def __init__(self, plan: Plan, costs: Costs, fill: float) -> None:
         super().__init__(plan, costs, fill)
         kind = plan.column("kind")
-        self._drain = {int(r): plan.records[r].tolist() for r in np.flatnonzero(kind == DRAIN)}
-        self._first_ticket = plan.column("c0").tolist()
+        self._drains = set(np.flatnonzero(kind == DRAIN).tolist())
+        self._first_tile = plan.column("c0").tolist()
         self._tiles = plan.column("c1").tolist()
         self._number = plan.column("c2").tolist()
         bodiless = set(np.flatnonzero(kind == NOTHING).tolist())
-        self._waits = [[] if r in bodiless else [e for e in pair if e >= 0] for r, pair in enumerate(_pairs(plan, "wait"))]
+        self._waits = [[] if r in bodiless else events for r, events in enumerate(_events(plan, "wait"))]
         self._waiting = [0] * plan.workers
         self._waiters: list[list[int]] = [[] for _ in plan.event_need]
         self._place = plan.queue_offsets[:-1].tolist()
@@ -262,7 +212,7 @@ class QueueMachine(Machine):
         record = self._place[worker]
         if record == self._stop[worker]:
             return
-        if record in self._drain:
+        if record in self._drains:
             self.at(self.now + self.costs.atomic_s, self._draw, worker)
             return
         self._place[worker] += 1
@@ -273,7 +223,7 @@ class QueueMachine(Machine):
         ticket = self._tickets[self._number[drain]]
         self._tickets[self._number[drain]] += 1
         if ticket < self._tiles[drain]:
-            self._start(worker, self._first_ticket[drain] + ticket)
+            self._start(worker, self._first_tile[drain] + ticket)
             return
         self._notify(drain)
         self._place[worker] += 1
