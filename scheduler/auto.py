@@ -73,7 +73,7 @@ class Auto(Schedule):
         unnamed = [candidate for candidate in self.candidates if not is_dataclass(candidate)]
         if self.tune and unnamed:
             raise ScheduleError(
-                f"candidate {unnamed[0].name} is no dataclass; make it a frozen one, so that its timing can be remembered"
+                f"candidate {unnamed[0].name} is no dataclass; make it a frozen one, so that its time can be remembered"
             )
         if not 0 <= self.fill <= 1:
             raise ScheduleError(f"fill is {self.fill}; it must be 0 to 1")

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import typer
@@ -86,12 +85,13 @@ class Simulation:
         count = len(graph.operators)
         done = np.zeros(count)
         np.maximum.at(done, graph.operator, self.end)
-        order = np.argsort(done, kind="stable").tolist()
-        seconds = {op: float(done[op] - done[before]) for before, op in pairwise(order)} | {order[0]: float(done[order[0]])}
+        order = np.argsort(done, kind="stable")
+        seconds = np.empty(count)
+        seconds[order] = np.diff(done[order], prepend=0.0)
         busy = np.bincount(graph.operator, self.end - self.run, count)
         waiting = np.bincount(graph.operator, self.run - self.start, count)
         return [
-            OperatorTime(op.name, 1, op.tiles, seconds[i], float(busy[i]), float(waiting[i]))
+            OperatorTime(op.name, 1, op.tiles, float(seconds[i]), float(busy[i]), float(waiting[i]))
             for i, op in enumerate(graph.operators)
         ]
 

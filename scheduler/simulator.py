@@ -15,10 +15,10 @@ import numpy as np
 from megaflow.errors import DeadlockError
 from megaflow.plan import Plan
 from megaflow.records import DRAIN, NOTHING
-from megaflow.regions import TiledOperator
 from megaflow.scheduler.bandwidth import NEVER, Bandwidth
 from megaflow.scheduler.costs import H200_COSTS, Costs
 from megaflow.scheduler.simulation import Simulation
+from megaflow.scheduler.work import Work
 
 PUSH_WIDTH = 128  # tasks that the kernel's push releases at once
 
@@ -35,34 +35,6 @@ def simulate(plan: Plan, costs: Costs = H200_COSTS, fill: float = 1.0) -> Simula
     assert 0 <= fill <= 1, fill
     machine = (ReadyMachine if plan.dynamic else QueueMachine)(plan, costs, fill)
     return machine.run()
-
-
-def shares(op: TiledOperator, fill: float) -> np.ndarray:
-    """The share of its full work that each tile of an operator has, [tiles]."""
-    if not op.irregular:
-        return np.ones(op.tiles)
-    last = op.grid[-1]
-    return np.resize(np.clip(fill * last - np.arange(last), 0, 1), op.tiles)
-
-
-class Work:
-    """What each task has to do, as Python lists: [N] bytes to load and seconds."""
-
-    def __init__(self, plan: Plan, costs: Costs, fill: float) -> None:
-        operators = plan.graph.operators
-        share = np.concatenate([shares(op, fill) for op in operators])
-        task = plan.column("task")[plan.column("kind") == NOTHING]
-        share[task] = 0  # their bodies are left out
-
-        def each(values: list[Any]) -> np.ndarray:
-            return np.repeat(np.array(values, float), [op.tiles for op in operators])
-
-        self.load = (share * each([op.tile_bytes for op in operators])).tolist()
-        self.early = (share * each([op.early_bytes for op in operators])).tolist()
-        self.demand = (1 / each([op.readers for op in operators])).tolist()
-        self.compute_s = (share * each([op.tile_flops / costs.worker_flops_per_s for op in operators])).tolist()
-        fixed = each([costs.task_s + op.irregular * costs.irregular_s for op in operators])
-        self.fixed_s = np.where(share > 0, fixed, 0).tolist()
 
 
 class Machine:
