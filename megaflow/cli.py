@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
@@ -23,7 +23,7 @@ app = typer.Typer(
 )
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A local checkpoint directory or a hub id.")]
-Schedule = Annotated[str, typer.Option(help="static, dynamic, hybrid or unfused.")]
+Schedule = Annotated[str, typer.Option(help="static, dynamic, hybrid, unfused or auto.")]
 MaxSeqLen = Annotated[
     int | None,
     typer.Option(help="Most tokens of a sequence, prompt and generated together.", show_default="2048, or the model's"),
@@ -132,23 +132,27 @@ def env(as_json: AsJson = False) -> None:
         typer.echo(f"{name:<16} {fact}")
 
 
-@app.command()
-@errors_reported()
-def plan(
-    model: Model,
-    batch: Annotated[int, typer.Option(help="Sequences that are decoded at once.")] = 1,
-    schedule: Schedule = "static",
-    max_seq_len: MaxSeqLen = None,
-    workers: Annotated[int, typer.Option(min=1, help="Resident programs; an H200 has 264.")] = 264,
-    as_json: AsJson = False,
-) -> None:
-    """Print how a decode step is cut and scheduled on a GPU like an H200. Needs no GPU and no weights."""
+Batch = Annotated[int, typer.Option(help="Sequences that are decoded at once.")]
+Workers = Annotated[int, typer.Option(min=1, help="Resident programs; an H200 has 264.")]
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A plan made without a GPU and weights. `limit`: the longest sequence; `planning_ms`: how long planning took."""
+
+    plan: Any
+    layers: int
+    limit: int
+    planning_ms: float
+
+
+def plan_step(model: str, batch: int, schedule: str, max_seq_len: int | None, workers: int) -> PlannedStep:
+    """Plan a decode step of a checkpoint's geometry. Raises the errors of from_hf."""
     from megaflow.models.geometry import read_geometry
     from megaflow.models.mega_model import LARGEST_BATCH, read_configs
     from megaflow.models.planner import make_plan
     from megaflow.models.qwen3 import qwen3_graph
     from megaflow.models.tiling import tiling
-    from megaflow.plansummary import print_summary, summarise
     from megaflow.scheduler import find_schedule
     from megaflow.target import Device
 
@@ -164,8 +168,54 @@ def plan(
         find_schedule(schedule),
         workers,
     )
-    summary = summarise(made, geometry.layers, 1e3 * (time.perf_counter() - start))
+    return PlannedStep(made, geometry.layers, limit, 1e3 * (time.perf_counter() - start))
+
+
+@app.command()
+@errors_reported()
+def plan(
+    model: Model,
+    batch: Batch = 1,
+    schedule: Schedule = "static",
+    max_seq_len: MaxSeqLen = None,
+    workers: Workers = 264,
+    as_json: AsJson = False,
+) -> None:
+    """Print how a decode step is cut and scheduled on a GPU like an H200. Needs no GPU and no weights."""
+    from megaflow.plansummary import print_summary, summarise
+
+    step = plan_step(model, batch, schedule, max_seq_len, workers)
+    summary = summarise(step.plan, step.layers, step.planning_ms)
     if as_json:
         typer.echo(json.dumps(asdict(summary)))
     else:
         print_summary(summary)
+
+
+@app.command()
+@errors_reported()
+def simulate(
+    model: Model,
+    batch: Batch = 1,
+    schedule: Schedule = "static",
+    max_seq_len: MaxSeqLen = None,
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens of each sequence that are in the KV cache.", show_default="max-seq-len"),
+    ] = None,
+    workers: Workers = 264,
+    as_json: AsJson = False,
+) -> None:
+    """Predict the time of a decode step on an H200 and say where it goes. Needs no GPU and no weights."""
+    from megaflow.scheduler.simulation import print_simulation, summarise
+    from megaflow.scheduler.simulator import simulate as simulate_plan
+
+    step = plan_step(model, batch, schedule, max_seq_len, workers)
+    context = step.limit if context is None else context
+    if not 1 <= context <= step.limit:
+        raise ConfigError(f"context is {context}; it must be 1 to max-seq-len, {step.limit}")
+    summary = summarise(simulate_plan(step.plan, fill=context / step.limit))
+    if as_json:
+        typer.echo(json.dumps(asdict(summary)))
+    else:
+        print_simulation(summary)

@@ -107,6 +107,8 @@ class TiledOperator:
         params: numbers that the tiling decided and the kernel needs.
         tile_flops: floating-point operations of one tile.
         irregular: whether a tile's work depends on data that the host does not know (lengths, routing).
+        early_bytes: of tile_bytes, what a tile brings into the L2 cache while it waits for its inputs.
+        readers: tiles that read the same bytes side by side, so that device memory serves one and L2 the others.
         source: name of the operator in the logical graph, where `name` is that of a part of it.
         part: the sequences that the tiles are for, None for the whole batch.
     """
@@ -120,6 +122,8 @@ class TiledOperator:
     params: tuple[tuple[str, int], ...] = ()
     tile_flops: int = 0
     irregular: bool = False
+    early_bytes: int = 0
+    readers: int = 1
     source: str = ""
     part: MicroBatch | None = None
 

@@ -1,5 +1,6 @@
 """Launching a plan: its arrays and counters on the device, the launch itself, and what a failed wait means."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -109,6 +110,21 @@ class LoadedPlan:
                 f"{plan.workers} workers of {WARPS} warps are not resident on this device at once; "
                 "use fewer workers"
             ) from error
+
+    def timed_launch(self, steps: int) -> float:
+        """Launch and wait for the end. Returns seconds, on a GPU by its own clock. Raises DeadlockError."""
+        if self._control.device.type != "cuda":
+            began = time.perf_counter()
+            self.launch(steps)
+            self.finish()
+            return time.perf_counter() - began
+        with torch.cuda.device_of(self._control):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            self.launch(steps)
+            end.record()
+        self.finish()
+        return start.elapsed_time(end) / 1e3
 
     def finish(self) -> int:
         """Wait for the latest launch to end and check it.

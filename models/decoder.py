@@ -12,15 +12,17 @@ from megaflow.models.kv_cache import PagedKVCache
 from megaflow.models.planner import make_plan, operator_table
 from megaflow.models.qwen3 import ARRIVAL_LINE, LOGIT_PARTS, RESIDUAL_PARTS, qwen3_graph
 from megaflow.models.tiling import kernel_config, smallest_rows, tiling
+from megaflow.models.tuning import tuned
 from megaflow.models.weights import Weights
 from megaflow.runtime import LoadedPlan, new_control
-from megaflow.scheduler import Schedule
+from megaflow.scheduler import Auto, Schedule
 from megaflow.target import Device
 from megaflow.tasks import KINDS
 from megaflow.tasks.packing import padded
 from megaflow.tasks.select import MAX_EOS
 
 NO_TOKEN = -1
+TUNING_STEPS = 8  # of a launch that is timed
 
 
 class Decoder:
@@ -100,9 +102,17 @@ class Decoder:
         return torch.zeros((rows, padded(width)), dtype=dtype, device=self._where)
 
     def plan(self, schedule: Schedule) -> LoadedPlan:
-        """The plan for the present batch size, made on first use."""
+        """The plan for the present batch size, made on first use; a schedule that tunes is timed then.
+
+        Raises:
+            DeadlockError: a schedule that was timed did not finish.
+        """
         key = (self.batch, schedule)
-        if key not in self._plans:
+        if key in self._plans:
+            return self._plans[key]
+        if isinstance(schedule, Auto) and schedule.tune:
+            self._plans[key] = self.plan(tuned(schedule, self._tuning_key(), self._seconds_of_step))
+        else:
             cut = tiling(self._model, self.batch, self._device, str(self._dtype).removeprefix("torch."))
             plan = make_plan(self._graph, cut, schedule, self._device.workers)
             control = new_control(self._where)
@@ -110,6 +120,33 @@ class Decoder:
             table = operator_table(self._graph, plan, buffers).to(self._where)
             self._plans[key] = LoadedPlan(plan, table, control, [kind.body for kind in KINDS], cut.config)
         return self._plans[key]
+
+    def _tuning_key(self) -> str:
+        """What the fastest schedule depends on, besides the candidates."""
+        name = torch.cuda.get_device_name(self._where) if self._where.type == "cuda" else "interpreter"
+        return (
+            f"{name}, {self._device.workers} workers, {self._model}, {self._dtype}, batch {self.batch}, "
+            f"{self._cache.max_seq_len} positions"
+        )
+
+    def _seconds_of_step(self, schedule: Schedule) -> float:
+        """Time a launch from the present state, which is restored; cache entries that it writes lie beyond its end."""
+        plan = self.plan(schedule)
+        room = self._cache.max_seq_len - max(self._lengths)
+        steps = max(1, min(TUNING_STEPS, self.steps_per_launch, room))
+        self._reserve(steps)
+        before = {name: tensor.clone() for name, tensor in self._state.items()}
+        self._state["eos"].fill_(NO_TOKEN)  # all steps are to run
+        try:
+            return plan.timed_launch(steps) / steps
+        finally:
+            for name, tensor in before.items():
+                self._state[name].copy_(tensor)
+
+    def _reserve(self, steps: int) -> None:
+        """Make room for so many more positions of each sequence."""
+        for sequence, length in enumerate(self._lengths):
+            self._cache.reserve(sequence, length + steps)
 
     def start(self, lengths: Sequence[int]) -> None:
         """Forget the sequences before and make room for new ones with `lengths` tokens, not finished."""
@@ -150,12 +187,11 @@ class Decoder:
         Raises:
             DeadlockError: the schedule did not finish; the sequences are dropped.
         """
-        for sequence, length in enumerate(self._lengths):
-            self._cache.reserve(sequence, length + steps)
+        self._reserve(steps)
         self._state["tokens"][: self.batch] = tokens.to(torch.int32)
-        plan = self.plan(schedule)
-        plan.launch(steps)
         try:
+            plan = self.plan(schedule)
+            plan.launch(steps)
             done = plan.finish()
         except DeadlockError:  # attention may have stopped between its splits; the sequences are lost
             self._buffers["arrived"].zero_()

@@ -59,8 +59,8 @@ class MegaModel:
 
         Args:
             source: a local checkpoint directory, a hub id, or a transformers Qwen3ForCausalLM in memory.
-            schedule: "static", "dynamic", "hybrid" or "unfused", or a Schedule (megaflow.scheduler), which may be one's
-                own.
+            schedule: "static", "dynamic", "hybrid", "unfused" or "auto", or a Schedule (megaflow.scheduler), which may
+                be one's own.
             max_batch_size: most sequences at once, 1 to 128.
             max_seq_len: most tokens of a sequence, prompt and generated together; default 2048, or what the
                 configuration allows if that is less.

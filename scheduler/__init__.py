@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from megaflow.errors import ScheduleError
+from megaflow.scheduler.auto import Auto
 from megaflow.scheduler.context import Context
 from megaflow.scheduler.dynamic import Dynamic
 from megaflow.scheduler.policies import Hybrid, Static, Unfused
@@ -14,6 +15,7 @@ SCHEDULES: Mapping[str, Schedule] = {
     "dynamic": Dynamic(),
     "hybrid": Hybrid(),
     "unfused": Unfused(),
+    "auto": Auto(),
 }
 
 
@@ -30,6 +32,7 @@ def find_schedule(schedule: str | Schedule) -> Schedule:
 
 __all__ = [
     "SCHEDULES",
+    "Auto",
     "Context",
     "Dynamic",
     "Hybrid",

@@ -176,6 +176,7 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
     max_length = op.attrs["max_length"]
     splits = split_count(tiling.batch, kv_heads, max_length, config.kv_block, tiling.workers)
     width = config.head_dim
+    position_bytes = 2 * width * config.element.primitive_bitwidth // 8  # key and value
 
     def access(role: str, heads: int) -> Access:
         spans = (tiling.along_batch(0, 1), Span.tiles(1, heads * width))
@@ -192,10 +193,11 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
         grid=(tiling.sequences, kv_heads, splits),
         reads=(access("qkv", group + 2),),
         writes=(access("out", group), *((workspace,) if splits > 1 else ())),
-        tile_bytes=2 * (max_length // splits) * width * config.element.primitive_bitwidth // 8,
+        tile_bytes=max_length // splits * position_bytes,
         params=(("splits", splits), ("group_tile", config.group)),
         tile_flops=4 * (max_length // splits) * width * group,
         irregular=True,
+        early_bytes=min(config.kv_block, max_length // splits) * position_bytes,
     )
 
 

@@ -241,16 +241,20 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
         writes.append(access("out", across))
     if op.attrs["epilogue"] == "logits":
         writes += [access(role, Span.tiles(0, 1)) for role in ("best_value", "best_index")]
+    token_tiles = -(-tiling.sequences // config.tokens)
+    element_bytes = config.element.primitive_bitwidth // 8
     return TiledOperator(
         op.name,
         op.kind,
         # the token tiles of one weight tile run side by side
-        grid=(-(-rows // height), -(-tiling.sequences // config.tokens)),
+        grid=(-(-rows // height), token_tiles),
         reads=tuple(reads),
         writes=tuple(writes),
-        tile_bytes=height * columns * config.element.primitive_bitwidth // 8,
+        tile_bytes=height * columns * element_bytes,
         params=tuple(params),
         tile_flops=2 * height * columns * min(config.tokens, tiling.sequences),
+        early_bytes=config.rows * min(config.prefetch * BLOCK, columns) * element_bytes,
+        readers=token_tiles,
     )
 
 

@@ -59,6 +59,19 @@ def test_plan_as_json_accounts_for_every_task(config_only: Path):
     assert dynamic["waits_left"] == dynamic["waits"] == static["waits"]
 
 
+def test_simulate_predicts_a_step_and_says_where_its_time_goes(config_only: Path):
+    arguments = ("simulate", config_only, "--max-seq-len", 256, "--context", 200, "--batch", 3, "--schedule", "auto")
+    summary = json.loads(run(*arguments, "--json").stdout)
+    parts = {op["name"]: 1e3 * op["seconds"] for op in summary["operators"]}
+    assert sum(parts.values()) + summary["between_steps_ms"] == pytest.approx(summary["step_ms"])
+    assert 0 < summary["bubble_share"] < 1
+    printed = run(*arguments).stdout
+    assert "layers.*.gate_up x2" in printed
+    assert f"predicted step: {summary['step_ms']:.3f} ms" in printed
+    longer = json.loads(run(*arguments[:5], 256, *arguments[6:], "--json").stdout)
+    assert longer["step_ms"] >= summary["step_ms"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bfloat16 on a GPU: close logits may change places")
 def test_generated_token_ids_are_those_of_transformers(tmp_path: Path):
     model = small_model(num_hidden_layers=1)
@@ -98,6 +111,7 @@ def test_text_goes_through_the_tokenizer_and_stops_at_its_end(tmp_path: Path):
         (("generate", "MODEL/absent", "1", "--token-ids"), "the configuration cannot be read"),
         (("plan", "MODEL", "--batch", "0"), "batch is 0; it must be 1 to 128"),
         (("plan", "MODEL", "--schedule", "fastest"), "schedule 'fastest' is unknown"),
+        (("simulate", "MODEL", "--context", "257"), "context is 257; it must be 1 to max-seq-len, 256"),
     ],
 )
 def test_mistakes_end_with_code_2_and_a_message(config_only: Path, arguments: tuple[str, ...], message: str):
