@@ -132,7 +132,7 @@ def megakernel(
         c2 = tl.load(record + C2)
         notify0 = tl.load(record + NOTIFY0)
         notify1 = tl.load(record + NOTIFY1)
-        stamp: tl.constexpr = None
+        stamp: tl.constexpr = None  # as a variable it could not go into the tuple
         if stamps is not None:
             stamp = task_stamp(stamps, record, step, n_tasks)
             if kind != DRAIN_KIND:

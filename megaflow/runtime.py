@@ -81,15 +81,14 @@ class LoadedPlan:
         """Enqueue one launch of up to `steps` steps on the current stream; capturable in a CUDA graph.
 
         Args:
-            stamps: int64 [steps, N, STAMP_WIDTH] on the device, zeros: the launch is traced into it, by a kernel that
-                is compiled on first use. N is the number of tasks.
+            stamps: from new_stamps: the launch is traced into it, by a kernel that is compiled on first use.
         Raises:
             BackendError: if the workers do not all fit on the device at once.
         """
         plan = self.plan
         assert isinstance(steps, int) and steps >= 1, steps
         assert plan.graph.tasks * steps < 2**31, "tickets are int32"
-        assert stamps is None or stamps.shape == (steps, plan.graph.tasks, STAMP_WIDTH) and stamps.dtype == torch.int64
+        assert stamps is None or stamps.shape == (steps, plan.graph.tasks, STAMP_WIDTH)
         options = {} if interpreted() else {"num_warps": WARPS, "launch_cooperative_grid": True}
         try:
             with torch.cuda.device_of(self._control):
@@ -115,6 +114,11 @@ class LoadedPlan:
                 f"{plan.workers} workers of {WARPS} warps are not resident on this device at once; "
                 "use fewer workers"
             ) from error
+
+    def new_stamps(self, steps: int) -> torch.Tensor:
+        """Room for the stamps of a launch of up to `steps` steps: int64 [steps, N, STAMP_WIDTH], zeros."""
+        shape = (steps, self.plan.graph.tasks, STAMP_WIDTH)
+        return torch.zeros(shape, dtype=torch.int64, device=self._control.device)
 
     def finish(self) -> int:
         """Wait for the latest launch to end and check it.
