@@ -21,7 +21,7 @@ def trace_facts(trace: Trace) -> dict[str, Any]:
 
 def print_trace(trace: Trace) -> None:
     """Print the table and the time of a step."""
-    head = ("operator", "tiles", trace.unit, *PHASES, "active", "bytes read", "GB/s")
+    head = ("operator", "tiles", f"{trace.unit}/step", *PHASES, "active", "bytes read", "GB/s")
     rows = [head, *map(cells, trace.by_operator())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *numbers in rows:
@@ -30,7 +30,7 @@ def print_trace(trace: Trace) -> None:
     workers = trace.launches[-1].plan.workers
     typer.echo(
         f"\none step: {trace.step_time:,.1f} {trace.unit}, the mean of {trace.steps}; "
-        f"the operators' {trace.unit} are means over {workers} worker{'s' * (workers != 1)}"
+        f"the operators' times are means over {workers} worker{'s' * (workers != 1)}"
     )
 
 

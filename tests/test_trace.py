@@ -189,7 +189,7 @@ def test_the_command_prints_a_row_for_each_operator_and_writes_a_file_that_can_b
     result = trace_command(checkpoint, "--prompt-length", 5, "--steps", 2, "--batch", 2, "--out", out)
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines() if line]
-    assert lines[0] == ["operator", "tiles", "ticks", *PHASES, "active", "bytes", "read", "GB/s"]
+    assert lines[0] == ["operator", "tiles", "ticks/step", *PHASES, "active", "bytes", "read", "GB/s"]
     assert [line[0] for line in lines[1:-1]] == OPERATORS
     assert "the mean of 2;" in result.stdout
     slices = timeline.layer_slices(out, 0)
