@@ -1,4 +1,4 @@
-"""The command megaflow: generate text, say what the environment is, show a plan.
+"""The command megaflow: generate text, say what the environment is, show a plan or trace one.
 
 torch, transformers and the kernels are imported inside the commands, so that --help answers at once.
 """
@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -219,3 +220,33 @@ def simulate(
         typer.echo(json.dumps(asdict(summary)))
     else:
         print_simulation(summary)
+
+
+@app.command()
+@errors_reported()
+def trace(
+    model: Model,
+    batch: Batch = 1,
+    prompt_length: Annotated[int, typer.Option(min=1, help="Random tokens that each sequence begins with.")] = 512,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps that are traced.")] = 4,
+    schedule: Schedule = "static",
+    out: Annotated[Path | None, typer.Option(help="A file to write, for ui.perfetto.dev.", show_default="none")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Decode random prompts and print where the time of a step goes, by operator."""
+    from megaflow.models.mega_model import MegaModel
+    from megaflow.models.tracing import trace_random_prompts
+    from megaflow.tracetable import print_trace, trace_facts
+
+    mega = MegaModel.from_hf(
+        model,
+        schedule=schedule,
+        max_batch_size=batch,
+        max_seq_len=prompt_length + steps + 1,
+        progress=sys.stderr.isatty(),
+    )
+    recorded = trace_random_prompts(mega, batch, prompt_length, steps, out)
+    if as_json:
+        typer.echo(json.dumps(trace_facts(recorded)))
+    else:
+        print_trace(recorded)

@@ -27,9 +27,15 @@ class Resources:
     shared: int
 
 
-def compile_kernel(bodies: Sequence[Any], config: KernelConfig, capability: int) -> Resources:
+def compile_kernel(
+    bodies: Sequence[Any], config: KernelConfig, capability: int, *, traced: bool = False
+) -> tuple[Resources, str]:
     """Compile for compute capability 8.0 (80), 9.0 (90) or 10.0 (100); no GPU is needed.
 
+    Args:
+        traced: whether to compile the kernel that writes down when its tasks ran.
+    Returns:
+        What the kernel needs, and its PTX.
     Raises:
         BackendError: in a process whose kernels are interpreted.
     """
@@ -37,8 +43,10 @@ def compile_kernel(bodies: Sequence[Any], config: KernelConfig, capability: int)
         raise BackendError("kernels of this process are interpreted; set TRITON_INTERPRET=0 before Python starts")
     names = megakernel.arg_names
     scalars = {"n_tasks", "n_initial", "final_event", "steps", "n_queues"}
-    types = {name: "i32" for name in scalars} | {"timeout_ns": "i64", "table": "*i64"}
+    types = {name: "i32" for name in scalars} | {"timeout_ns": "i64", "table": "*i64", "stamps": "*i64"}
     constants = {"ROW": ROW_WIDTH, "BODIES": tuple(bodies), "CONFIG": config, "FINGERPRINT": fingerprint(bodies)}
+    if not traced:
+        constants["stamps"] = None
     signature = {name: "constexpr" if name in constants else types.get(name, "*i32") for name in names}
     source = triton.compiler.ASTSource(
         fn=megakernel,
@@ -49,7 +57,7 @@ def compile_kernel(bodies: Sequence[Any], config: KernelConfig, capability: int)
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
     compiled = triton.compile(source, target=target, options={"num_warps": WARPS})
     registers, stack = read_cubin(compiled.asm["cubin"])
-    return Resources(registers, stack, compiled.metadata.shared)
+    return Resources(registers, stack, compiled.metadata.shared), compiled.asm["ptx"]
 
 
 def read_cubin(cubin: bytes) -> tuple[int, int]:

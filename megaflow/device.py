@@ -10,6 +10,7 @@ wait waits, and the kernel runs to its end with results that nobody will read.
 
 from megaflow.backend import interpreted, jit, tl
 from megaflow.records import C0, C1, C2, NEED0, NEED1, TASK, WAIT0, WAIT1
+from megaflow.stamps import RUN_START, WAIT_START, clock
 
 INTERPRETED = tl.constexpr(interpreted())
 
@@ -22,6 +23,7 @@ REPORT_WORDS = 5
 EPOCH = tl.constexpr(128)  # steps completed before this launch
 LEFT = tl.constexpr(160)  # workers that have left this launch
 STEPS_DONE = tl.constexpr(192)  # steps of the latest launch
+TICKS = tl.constexpr(224)  # interpreter: what stands for the time in traces
 
 # A ready queue is these words and then its slots.
 QUEUE_HEADER_WORDS = 64
@@ -118,9 +120,12 @@ def wait(events, event, wanted, control, task, timeout_ns):
 def await_inputs(inputs):
     """Wait for a task's events, as its body does once before it reads what other tasks wrote.
 
-    Tasks of the ready queue have nothing to wait for. `inputs` is what the kernel passed to the body.
+    Tasks of the ready queue have nothing to wait for. `inputs` is what the kernel passed to the body; the stamp in it
+    is None where the launch is not traced.
     """
-    record, epoch, dynamic, events, control, timeout_ns = inputs
+    record, epoch, dynamic, events, control, timeout_ns, stamp = inputs
+    if stamp is not None:
+        tl.store(stamp + WAIT_START, clock(control + TICKS))
     if dynamic == 0:
         event0 = tl.load(record + WAIT0)
         event1 = tl.load(record + WAIT1)
@@ -129,6 +134,8 @@ def await_inputs(inputs):
             wait(events, event0, tl.load(record + NEED0) * epoch, control, task, timeout_ns)
         if event1 >= 0:
             wait(events, event1, tl.load(record + NEED1) * epoch, control, task, timeout_ns)
+    if stamp is not None:
+        tl.store(stamp + RUN_START, clock(control + TICKS))
 
 
 @jit

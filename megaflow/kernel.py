@@ -4,7 +4,8 @@ Workers take tasks from their own queues, in which drains may stand for tiles th
 body waits for its events when it needs what they stand for, so that it can fetch what does not depend on them before
 (device.await_inputs). In dynamic mode workers take ready tasks from queues on the device; the worker whose notify
 completes an event pushes the tasks that waited for it. Both are run-time branches of the one compiled kernel. What
-tasks compute comes in as a constexpr tuple of bodies.
+tasks compute comes in as a constexpr tuple of bodies. A traced launch passes an array for the tasks' stamps
+(megaflow.stamps); without one, None is a constexpr, and nothing of tracing is compiled.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from megaflow.device import (
     STEPS_DONE,
     STOP_STEP,
     TAIL,
+    TICKS,
     drain,
     notify,
     pop,
@@ -28,6 +30,7 @@ from megaflow.device import (
     wait,
 )
 from megaflow.records import C0, C1, C2, DRAIN, KIND, NOTIFY0, NOTIFY1, OPERATOR, RECORD_WIDTH
+from megaflow.stamps import END, PLACE, START, clock, place, task_stamp
 
 RECORD = tl.constexpr(RECORD_WIDTH)
 DRAIN_KIND = tl.constexpr(DRAIN)
@@ -93,6 +96,7 @@ def megakernel(
     queues,  # int32 [n_queues, header + N + workers], the ready queues, the initial tasks in them
     tickets,  # int32 [drains, 32], tiles taken from each drain, in column 0
     control,  # int32 [CONTROL_WORDS]
+    stamps,  # int64 [steps, N, STAMP_WIDTH], or None: not traced
     n_tasks,
     n_initial,
     final_event,
@@ -128,10 +132,20 @@ def megakernel(
         c2 = tl.load(record + C2)
         notify0 = tl.load(record + NOTIFY0)
         notify1 = tl.load(record + NOTIFY1)
-        inputs = (record, epoch, dynamic, events, control, timeout_ns)
+        stamp: tl.constexpr = None  # as a variable it could not go into the tuple
+        if stamps is not None:
+            stamp = task_stamp(stamps, record, step, n_tasks)
+            if kind != DRAIN_KIND:
+                tl.store(stamp + START, clock(control + TICKS))
+                tl.store(stamp + PLACE, place())
+        inputs = (record, epoch, dynamic, events, control, timeout_ns, stamp)
         for index in tl.static_range(len(BODIES)):
             if kind == index:
                 BODIES[index](row, c0, c1, c2, step, inputs, CONFIG)
+        if stamps is not None:
+            tl.debug_barrier()  # all threads have written their results
+            if kind != DRAIN_KIND:
+                tl.store(task_stamp(stamps, record, step, n_tasks) + END, clock(control + TICKS))
 
         if dynamic:
             if notify0 >= 0:

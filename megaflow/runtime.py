@@ -13,6 +13,7 @@ from megaflow.errors import BackendError, DeadlockError
 from megaflow.kernel import fingerprint, megakernel
 from megaflow.kinds import ROW_WIDTH, KernelConfig
 from megaflow.plan import Plan
+from megaflow.stamps import STAMP_WIDTH
 
 WARPS = 4
 WAIT_TIMEOUT_S = 1.0
@@ -77,20 +78,24 @@ class LoadedPlan:
             self._queues[index, TAIL.value] = len(ready)
             self._queues[index, QUEUE_HEADER_WORDS : QUEUE_HEADER_WORDS + len(ready)] = torch.from_numpy(ready)
 
-    def launch(self, steps: int) -> None:
+    def launch(self, steps: int, stamps: torch.Tensor | None = None) -> None:
         """Enqueue one launch of up to `steps` steps on the current stream; capturable in a CUDA graph.
 
+        Args:
+            stamps: from new_stamps: the launch is traced into it, by a kernel that is compiled on first use.
         Raises:
             BackendError: if the workers do not all fit on the device at once.
         """
         plan = self.plan
         assert isinstance(steps, int) and steps >= 1, steps
         assert plan.graph.tasks * steps < 2**31, "tickets are int32"
+        assert stamps is None or stamps.shape == (steps, plan.graph.tasks, STAMP_WIDTH)
         options = {} if interpreted() else {"num_warps": WARPS, "launch_cooperative_grid": True}
         try:
             with torch.cuda.device_of(self._control):
                 megakernel[(plan.workers,)](
                     *self._arrays,
+                    stamps,
                     plan.graph.tasks,
                     len(plan.initial),
                     plan.graph.final_event,
@@ -125,6 +130,11 @@ class LoadedPlan:
             end.record()
         self.finish()
         return start.elapsed_time(end) / 1e3
+
+    def new_stamps(self, steps: int) -> torch.Tensor:
+        """Room for the stamps of a launch of up to `steps` steps: int64 [steps, N, STAMP_WIDTH], zeros."""
+        shape = (steps, self.plan.graph.tasks, STAMP_WIDTH)
+        return torch.zeros(shape, dtype=torch.int64, device=self._control.device)
 
     def finish(self) -> int:
         """Wait for the latest launch to end and check it.

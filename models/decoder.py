@@ -1,11 +1,12 @@
 """The decode loop's device side: buffers, request state, and plans by batch size and schedule."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from megaflow.device import STOP_STEP
-from megaflow.errors import DeadlockError
+from megaflow.errors import DeadlockError, InputError
 from megaflow.graph import Tensor
 from megaflow.models.geometry import Geometry
 from megaflow.models.kv_cache import PagedKVCache
@@ -20,6 +21,7 @@ from megaflow.target import Device
 from megaflow.tasks import KINDS
 from megaflow.tasks.packing import padded
 from megaflow.tasks.select import MAX_EOS
+from megaflow.trace import Trace
 
 NO_TOKEN = -1
 TUNING_STEPS = 8  # of a launch that is timed
@@ -52,6 +54,7 @@ class Decoder:
         self._dtype = weights.matrices["embedding"].data.dtype
         self._graph = qwen3_graph(model, cache.max_seq_len)
         self._lengths: list[int] = []
+        self._trace: Trace | None = None
         self._plans: dict[tuple[int, Schedule], LoadedPlan] = {}
         self._where = where = cos.device
 
@@ -191,14 +194,28 @@ class Decoder:
         self._state["tokens"][: self.batch] = tokens.to(torch.int32)
         try:
             plan = self.plan(schedule)
-            plan.launch(steps)
+            stamps = plan.new_stamps(steps) if self._trace is not None else None
+            plan.launch(steps, stamps)
             done = plan.finish()
         except DeadlockError:  # attention may have stopped between its splits; the sequences are lost
             self._buffers["arrived"].zero_()
             self.drop()
             raise
+        if self._trace is not None and stamps is not None:
+            self._trace.add(plan.plan, stamps[:done].cpu().numpy())
         self._lengths = self._state["positions"][: self.batch].tolist()
         return self._state["generated"][: self.batch, :done].long()
+
+    @contextmanager
+    def traced(self) -> Iterator[Trace]:
+        """Inside the block launches are traced into what it yields. Raises InputError inside another such block."""
+        if self._trace is not None:
+            raise InputError("this model is being traced already; end that block first")
+        self._trace = trace = Trace()
+        try:
+            yield trace
+        finally:
+            self._trace = None
 
     def logits(self) -> torch.Tensor:
         """float32 [B, vocab]: logits of the latest step."""

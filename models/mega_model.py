@@ -1,5 +1,7 @@
 """MegaModel: a Hugging Face checkpoint, decoded by one persistent kernel."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from megaflow.models.prefill import prefill
 from megaflow.models.weights import load_weights
 from megaflow.scheduler import Schedule, find_schedule
 from megaflow.target import current_device
+from megaflow.trace import Trace
 
 LARGEST_BATCH = 128
 STEPS_PER_LAUNCH = 32
@@ -216,6 +219,27 @@ class MegaModel:
         logits = self._start(prompts)
         self._decoder.set_ends(ends, pad)
         return continue_prompts(self._decoder, self.schedule, prompts, logits, max_new_tokens, ends, pad, sampler)
+
+    @contextmanager
+    def trace(self, path: str | Path | None = None) -> Iterator[Trace]:
+        """Record when and where each task of the decode steps inside the block runs.
+
+        Steps of decode and generate count, prefills do not. Such launches take a second compiled kernel, which writes
+        the times down; those outside the block are as they always are.
+
+        Args:
+            path: of a file for ui.perfetto.dev, written when the block ends without an error.
+        Yields:
+            The trace, to which launches are added as they end; by_operator() is its table.
+        Raises:
+            InputError: this model is being traced already, or there is no directory for `path`.
+        """
+        if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
+            raise InputError(f"trace file {str(path)!r} cannot be written; give a file name in a directory that exists")
+        with self._decoder.traced() as trace:
+            yield trace
+        if path is not None:
+            trace.write(path)
 
 
 def read_configs(source: str | Path | Any) -> tuple[Any, GenerationConfig]:

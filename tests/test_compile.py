@@ -24,20 +24,49 @@ for head_dim in (64, 128):
     model = Geometry(1, 4096, 12288, 32, 8, head_dim, 151936, False, 1e-6, 4096)
     for tokens in TOKEN_TILES:
         config = kernel_config(model, tokens, H200, "bfloat16")
-        resources = compile_kernel(bodies, config, int(sys.argv[1]))
+        resources, _ = compile_kernel(bodies, config, int(sys.argv[1]))
         print(json.dumps({"head_dim": head_dim, "tokens": tokens} | dataclasses.asdict(resources)))
 """
+
+TRACING = """
+import dataclasses, json
+from megaflow.compilation import compile_kernel
+from megaflow.models.geometry import Geometry
+from megaflow.models.tiling import kernel_config
+from megaflow.target import H200
+from megaflow.tasks import KINDS
+model = Geometry(1, 4096, 12288, 32, 8, 128, 151936, False, 1e-6, 4096)
+config = kernel_config(model, 1, H200, "bfloat16")
+for traced in (False, True):
+    resources, ptx = compile_kernel([kind.body for kind in KINDS], config, 90, traced=traced)
+    timer = ptx.count("%globaltimer") - 2 * ptx.count("POLL:")  # a poll reads it before and in its loop
+    print(json.dumps({"smid": ptx.count("%smid"), "timer": timer} | dataclasses.asdict(resources)))
+"""
+
+
+def compiled_by(program: str, *arguments: object) -> list[dict[str, int]]:
+    """The JSON lines that a program prints."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [json.loads(line) for line in run.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_no_register_spills_and_two_workers_fit_the_shared_memory_of_an_sm(capability):
-    command = [sys.executable, "-c", PROGRAM, str(capability)]
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    compiled = [json.loads(line) for line in run.stdout.splitlines()]
+    compiled = compiled_by(PROGRAM, capability)
     assert len(compiled) == 2 * len(TOKEN_TILES)
     for resources in compiled:
         assert resources["stack"] == 0, resources
         assert resources["registers"] <= 255, resources
         assert WORKERS_PER_SM * (resources["shared"] + 1024) <= SHARED_MEMORY[capability], resources
+
+
+def test_only_a_traced_launch_reads_the_clock_and_the_sm_and_it_fits_too():
+    untraced, traced = compiled_by(TRACING)
+    assert (untraced["smid"], untraced["timer"]) == (0, 0)
+    assert traced["smid"] == 1
+    assert traced["timer"] > 0
+    assert traced["stack"] == 0
+    assert traced["shared"] == untraced["shared"]

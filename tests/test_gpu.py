@@ -5,11 +5,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from test_deadlock import broken, without
 
 from megaflow import DeadlockError, MegaModel
+from megaflow.scheduler import SCHEDULES
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from common import random_model
@@ -117,3 +119,26 @@ def test_a_broken_plan_ends_in_a_deadlock_error_within_two_seconds(models, sched
     decoder._plans[1, mega.schedule] = good
     good.reset()
     assert torch.equal(mega.generate(prompt, 5, eos_token_id=[]), wanted)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_trace_has_all_tasks_in_order_on_all_multiprocessors(models, schedule):
+    mega = models[2]
+    mega.set_schedule(schedule)
+    prompts = [torch.randint(0, mega.geometry.vocab, (100,)) for _ in range(2)]
+    wanted = mega.generate(prompts, 5, eos_token_id=[])
+    with mega.trace() as trace:
+        assert torch.equal(mega.generate(prompts, 5, eos_token_id=[]), wanted)
+    (launch,) = trace.launches
+    assert launch.start.min() > 0
+    assert (launch.start <= launch.wait_start).all()
+    assert (launch.wait_start <= launch.run_start).all()
+    assert (launch.run_start <= launch.end).all()
+    assert (launch.phases()["take"] >= 0).all()
+    graph = launch.plan.graph
+    for edge in graph.edges:
+        if edge.covers:  # each of the producer's tiles is waited for by some tile of the consumer
+            producer, consumer = graph.operator == edge.producer, graph.operator == edge.consumer
+            assert (launch.end[:, producer].max(1) <= launch.end[:, consumer].max(1)).all()
+    assert len(np.unique(launch.sm)) == torch.cuda.get_device_properties(0).multi_processor_count
+    assert sum(row.time for row in trace.by_operator()) == pytest.approx(trace.step_time, rel=0.1)

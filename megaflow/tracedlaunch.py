@@ -1,0 +1,75 @@
+"""What the stamps of one launch say: when and where each task ran.
+
+A worker's time is cut at its tasks' stamps: from the end of its task before it notifies and takes the next one
+("take"), reads the task's row and prefetches ("prepare"), waits for the task's inputs ("wait") and computes ("run").
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megaflow.plan import Plan
+from megaflow.regions import TiledOperator
+from megaflow.stamps import SM_SHIFT, STAMP_FIELDS
+
+PHASES = ("take", "prepare", "wait", "run")
+
+
+@dataclass(frozen=True)
+class TracedLaunch:
+    """One launch of S steps of a plan with N tasks. All arrays are int64 [S, N].
+
+    Attributes:
+        start: when the worker had taken the task; wait_start: when it began to wait for the inputs; run_start: when
+            they were there; end: when all was written. In ns of the GPU's global timer, in the interpreter in ticks.
+        worker, sm: where the task ran.
+    """
+
+    plan: Plan
+    start: np.ndarray
+    wait_start: np.ndarray
+    run_start: np.ndarray
+    end: np.ndarray
+    worker: np.ndarray
+    sm: np.ndarray
+
+    @staticmethod
+    def of(plan: Plan, stamps: np.ndarray) -> "TracedLaunch":
+        """From the kernel's stamps, int64 [S, N, STAMP_WIDTH]."""
+        field = {name: stamps[..., i] for i, name in enumerate(STAMP_FIELDS)}
+        place = field.pop("place")
+        for name in ("wait_start", "run_start"):  # tasks whose body is left out have none
+            field[name] = np.where(field[name] == 0, field["start"], field[name])
+        return TracedLaunch(plan, **field, worker=place & (1 << SM_SHIFT) - 1, sm=place >> SM_SHIFT)
+
+    @property
+    def steps(self) -> int:
+        return len(self.start)
+
+    def phases(self) -> dict[str, np.ndarray]:
+        """The length of each of PHASES of each task, int64 [S, N]."""
+        return {
+            "take": self.start - self.free_since(),
+            "prepare": self.wait_start - self.start,
+            "wait": self.run_start - self.wait_start,
+            "run": self.end - self.run_start,
+        }
+
+    def free_since(self) -> np.ndarray:
+        """When the worker's task before each task ended, int64 [S, N]; for its first the first start of the launch."""
+        worker, start, end = (array.reshape(-1) for array in (self.worker, self.start, self.end))
+        order = np.lexsort((end, start, worker))
+        free = np.full(len(order), start.min())
+        followed = worker[order[1:]] == worker[order[:-1]]
+        free[order[1:][followed]] = end[order[:-1][followed]]
+        return free.reshape(self.start.shape)
+
+    def active(self) -> np.ndarray:
+        """int64 [S, operators]: from the first run_start of an operator's tasks to their last end."""
+        first = np.cumsum([0] + [op.tiles for op in self.plan.graph.operators[:-1]])
+        return np.maximum.reduceat(self.end, first, 1) - np.minimum.reduceat(self.run_start, first, 1)
+
+
+def kind_of(op: TiledOperator) -> str:
+    """An operator's name without its layer and its part of the batch: layers.3.qkv[0:4] is a qkv."""
+    return (op.source or op.name).rpartition(".")[2]
