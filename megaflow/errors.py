@@ -33,5 +33,9 @@ class PlanError(MegaflowError):
     """A graph cannot be turned into a plan."""
 
 
+class HazardError(MegaflowError, RuntimeError):
+    """A plan executed in torch lets a tile read what is not written yet or no longer there: it misses a wait."""
+
+
 class DeadlockError(MegaflowError, RuntimeError):
     """A wait in the persistent kernel ran past its bound; the launch was abandoned, the GPU stays usable."""

@@ -21,16 +21,18 @@ from megaflow.device import (
     STEPS_DONE,
     STOP_STEP,
     TAIL,
+    await_inputs,
     drain,
     notify,
     pop,
     push,
     wait,
 )
-from megaflow.records import C0, C1, C2, DRAIN, KIND, NOTIFY0, NOTIFY1, OPERATOR, RECORD_WIDTH
+from megaflow.records import C0, C1, C2, DRAIN, KIND, NOTHING, NOTIFY0, NOTIFY1, OPERATOR, RECORD_WIDTH
 
 RECORD = tl.constexpr(RECORD_WIDTH)
 DRAIN_KIND = tl.constexpr(DRAIN)
+NOTHING_KIND = tl.constexpr(NOTHING)
 
 
 def fingerprint(bodies: Sequence[Any]) -> str:
@@ -132,6 +134,8 @@ def megakernel(
         for index in tl.static_range(len(BODIES)):
             if kind == index:
                 BODIES[index](row, c0, c1, c2, step, inputs, CONFIG)
+        if kind == NOTHING_KIND:
+            await_inputs(inputs)
 
         if dynamic:
             if notify0 >= 0:
