@@ -44,9 +44,12 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Split:
 def combine(splits: Sequence[Split]) -> torch.Tensor:
     """Attention over all positions, [group, D]; the splits are added up in their order."""
     top = torch.stack([split.top for split in splits]).max(0).values
-    fades = [torch.exp(split.top - top) for split in splits]
-    total = sum(fade * split.total for fade, split in zip(fades, splits, strict=True))
-    return sum(fade[:, None] * split.partial for fade, split in zip(fades, splits, strict=True)) / total[:, None]
+    partial, total = torch.zeros_like(splits[0].partial), torch.zeros_like(top)
+    for split in splits:
+        fade = torch.exp(split.top - top)
+        partial += fade[:, None] * split.partial
+        total += fade * split.total
+    return partial / total[:, None]
 
 
 def oracle(inputs: dict[str, torch.Tensor], kv_heads: int, group: int, eps: float) -> dict[str, torch.Tensor]:
