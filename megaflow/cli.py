@@ -185,7 +185,6 @@ def check(
         typer.Option(help="Largest difference, over the tensor's largest value.", show_default="0.02; float32: 1e-4"),
     ] = None,
     max_seq_len: MaxSeqLen = None,
-    as_json: AsJson = False,
 ) -> None:
     """Compare one decode step of the kernel with torch, tile by tile. Exit code 1 if a tile differs."""
     import torch
@@ -200,12 +199,9 @@ def check(
     lengths = [prompt_length - i * prompt_length // (2 * batch) for i in range(batch)]
     logits = mega.prefill([torch.randint(mega.geometry.vocab, (n,), generator=random) for n in lengths])
     found = compare(mega, logits.argmax(1), stop_after=stop_after, layers=layers, tolerance=tolerance)
-    if as_json:
-        typer.echo(json.dumps(asdict(found)))
-    elif found.difference is None:
+    if found.difference is None:
         largest = ", ".join(f"{kind} {value:.1e}" for kind, value in found.largest.items())
         typer.echo(f"all {found.tiles:,} tiles of {found.operators} operators agree (largest difference: {largest})")
     else:
-        typer.echo(f"{found.difference}")
-    if found.difference is not None:
+        typer.echo(str(found.difference))
         raise typer.Exit(1)
