@@ -1,4 +1,4 @@
-"""The command megaflow: generate text, say what the environment is, show a plan or trace one.
+"""The command megaflow: generate text; say what the environment is; show, simulate, trace or check a plan.
 
 torch, transformers and the kernels are imported inside the commands, so that --help answers at once.
 """
@@ -250,3 +250,39 @@ def trace(
         typer.echo(json.dumps(trace_facts(recorded)))
     else:
         print_trace(recorded)
+
+
+@app.command()
+@errors_reported()
+def check(
+    model: Model,
+    batch: Annotated[int, typer.Option(help="Sequences, of random tokens; the later ones are shorter.")] = 1,
+    prompt_length: Annotated[int, typer.Option(min=1, help="Tokens of the first sequence.")] = 128,
+    schedule: Schedule = "static",
+    stop_after: Annotated[str | None, typer.Option(help='Last operator to compare, like "layers.0.qkv".')] = None,
+    layers: Annotated[int | None, typer.Option(help="Compare this many layers only.")] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="Largest difference, over the tensor's largest value.", show_default="0.02; float32: 1e-4"),
+    ] = None,
+    max_seq_len: MaxSeqLen = None,
+) -> None:
+    """Compare one decode step of the kernel with torch, tile by tile. Exit code 1 if a tile differs."""
+    import torch
+
+    from megaflow.models.comparison import compare
+    from megaflow.models.mega_model import MegaModel
+
+    mega = MegaModel.from_hf(
+        model, schedule=schedule, max_batch_size=batch, max_seq_len=max_seq_len, progress=sys.stderr.isatty()
+    )
+    random = torch.Generator().manual_seed(0)
+    lengths = [prompt_length - i * prompt_length // (2 * batch) for i in range(batch)]
+    logits = mega.prefill([torch.randint(mega.geometry.vocab, (n,), generator=random) for n in lengths])
+    found = compare(mega, logits.argmax(1), stop_after=stop_after, layers=layers, tolerance=tolerance)
+    if found.difference is None:
+        largest = ", ".join(f"{kind} {value:.1e}" for kind, value in found.largest.items())
+        typer.echo(f"all {found.tiles:,} tiles of {found.operators} operators agree (largest difference: {largest})")
+    else:
+        typer.echo(str(found.difference))
+        raise typer.Exit(1)

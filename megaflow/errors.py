@@ -37,5 +37,9 @@ class VerificationError(MegaflowError):
     """A plan lets tiles run in an order in which they must not, runs one not exactly once, or does not end."""
 
 
+class HazardError(MegaflowError, RuntimeError):
+    """A plan executed in torch lets a tile read what is not written yet or no longer there: it misses a wait."""
+
+
 class DeadlockError(MegaflowError, RuntimeError):
     """A wait in the persistent kernel ran past its bound; the launch was abandoned, the GPU stays usable."""

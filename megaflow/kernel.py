@@ -23,17 +23,19 @@ from megaflow.device import (
     STOP_STEP,
     TAIL,
     TICKS,
+    await_inputs,
     drain,
     notify,
     pop,
     push,
     wait,
 )
-from megaflow.records import C0, C1, C2, DRAIN, KIND, NOTIFY0, NOTIFY1, OPERATOR, RECORD_WIDTH
+from megaflow.records import C0, C1, C2, DRAIN, KIND, NOTHING, NOTIFY0, NOTIFY1, OPERATOR, RECORD_WIDTH
 from megaflow.stamps import END, PLACE, START, clock, place, task_stamp
 
 RECORD = tl.constexpr(RECORD_WIDTH)
 DRAIN_KIND = tl.constexpr(DRAIN)
+NOTHING_KIND = tl.constexpr(NOTHING)
 
 
 def fingerprint(bodies: Sequence[Any]) -> str:
@@ -142,6 +144,8 @@ def megakernel(
         for index in tl.static_range(len(BODIES)):
             if kind == index:
                 BODIES[index](row, c0, c1, c2, step, inputs, CONFIG)
+        if kind == NOTHING_KIND:
+            await_inputs(inputs)
         if stamps is not None:
             tl.debug_barrier()  # all threads have written their results
             if kind != DRAIN_KIND:

@@ -5,7 +5,7 @@ with a pointer to the operator's row of the operator table; `row` fills that row
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,10 +13,11 @@ import torch
 from megaflow.backend import tl
 from megaflow.errors import PlanError
 from megaflow.graph import BATCH, Operator
-from megaflow.regions import MicroBatch, Span, TiledOperator
+from megaflow.regions import Access, MicroBatch, Span, TiledOperator
 
 ROW_WIDTH = 24  # int64 fields in a row of the operator table
 Buffers = Mapping[str, torch.Tensor]
+Place = tuple[int | slice, ...]  # an index into a tensor
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ class KernelConfig:
     def element(self) -> tl.dtype:
         """The model's dtype as Triton names it."""
         return {"bfloat16": tl.bfloat16, "float32": tl.float32}[self.dtype]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,57 @@ class Tiling:
 
 
 @dataclass(frozen=True)
+class Tile:
+    """One tile on a model's buffers, to be computed in torch.
+
+    Arithmetic is in float32; what is written is rounded to the dtype of its buffer, as in the kernel.
+
+    Attributes:
+        op, tiled: the operator, and how it is cut.
+        at: the grid point; missing axes are 0.
+        step: of the launch, from 0.
+        config: what the kernel is compiled with.
+        buffers: all tensors by name; those of a part of the batch are whole.
+        written: the names and places of what was written so far.
+    """
+
+    op: Operator
+    tiled: TiledOperator
+    at: tuple[int, int, int]
+    step: int
+    config: KernelConfig
+    buffers: Buffers
+    written: list[tuple[str, Place]] = field(default_factory=list)
+
+    @property
+    def sequence(self) -> int:
+        """Number in the batch of the sequence of a tile whose first axis runs over sequences."""
+        return self.at[0] + (self.tiled.part.start if self.tiled.part else 0)
+
+    def buffer(self, role: str) -> torch.Tensor:
+        """The whole tensor that plays `role` in the operator."""
+        return self.buffers[self.op.tensor(role).name]
+
+    def read(self, role: str) -> torch.Tensor:
+        """What the tile reads of a tensor according to its region; floating-point numbers as float32."""
+        values = self.buffer(role)[self._region(self.tiled.reads, role)]
+        return values.float() if values.is_floating_point() else values
+
+    def write(self, role: str, values: torch.Tensor) -> None:
+        """Write the tile's region of a tensor."""
+        self.put(role, self._region(self.tiled.writes, role), values)
+
+    def put(self, role: str, place: Place, values: torch.Tensor | int) -> None:
+        """Write something of which the tiling declares no region: the cache, the workspace, the request's state."""
+        self.buffer(role)[place] = values
+        self.written.append((self.op.tensor(role).name, place))
+
+    def _region(self, accesses: tuple[Access, ...], role: str) -> Place:
+        name = self.op.tensor(role).name
+        return next(access for access in accesses if access.tensor == name).at(self.at)
+
+
+@dataclass(frozen=True)
 class TaskKind:
     """One sort of tile task.
 
@@ -104,6 +160,7 @@ class TaskKind:
         fields: names of the fields of the operator's row, in order; at most ROW_WIDTH.
         row: the value of each field: pointers, sizes, strides in elements.
         oracle: the same operator in torch: maps input tensors by role and attrs to output tensors by role.
+        run_tile: computes one tile in torch, by means of the oracle; it does all that the body does to the buffers.
     """
 
     name: str
@@ -112,6 +169,7 @@ class TaskKind:
     fields: tuple[str, ...]
     row: Callable[[Operator, TiledOperator, Buffers], dict[str, int]]
     oracle: Callable[..., dict[str, torch.Tensor]]
+    run_tile: Callable[[Tile], None]
 
     def cut(self, op: Operator, tiling: Tiling) -> TiledOperator:
         """`tile`, and the name of the part where only a part of the batch is cut."""

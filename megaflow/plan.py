@@ -72,20 +72,32 @@ class Plan:
         return f"barrier {event - len(self.graph.event_need)}"
 
     def stopped_after(self, operator: str) -> "Plan":
-        """The same plan, in which tasks of operators that come later in program order do nothing but notify.
+        """The same plan, in which tasks of operators that come later in program order only wait and notify.
 
         Args:
-            operator: name of an operator, or the beginning of some names ("layers.3."): the last of them counts.
+            operator: as in last_of.
+        Raises:
+            PlanError: no such operator.
+        """
+        records = self.records.copy()
+        records[self.is_task & (self.column("operator") > self.last_of(operator)), FIELDS.index("kind")] = NOTHING
+        return replace(self, records=records)
+
+    def last_of(self, operator: str) -> int:
+        """The number of an operator in program order.
+
+        Args:
+            operator: its name, or the beginning of some names ("layers.3."): the last of them counts.
         Raises:
             PlanError: no such operator.
         """
         names = [op.name for op in self.graph.operators]
+        if operator in names:
+            return names.index(operator)
         found = [i for i, name in enumerate(names) if name.startswith(operator)]
         if not found:
             raise PlanError(f"no operator's name begins with {operator!r}; there are {names[0]} to {names[-1]}")
-        records = self.records.copy()
-        records[self.is_task & (self.column("operator") > found[-1]), FIELDS.index("kind")] = NOTHING
-        return replace(self, records=records)
+        return found[-1]
 
     def verify(self) -> "Verdict":
         """Prove that all conflicting accesses are ordered, each task runs once a step, and a launch ends.

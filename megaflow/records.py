@@ -15,4 +15,4 @@ FIELDS = ("operator", "kind", "c0", "c1", "c2", "wait0", "need0", "wait1", "need
     tl.constexpr, range(len(FIELDS))
 )
 DRAIN = -1
-NOTHING = -2  # a task whose body is left out
+NOTHING = -2  # a task whose body is left out; it waits all the same, since later waits may have been dropped for it

@@ -40,6 +40,12 @@ class Span:
         start = self.offset + np.arange(n, dtype=np.int64) * self.step
         return np.clip(start, 0, last), np.clip(start + self.length, 0, last)
 
+    def at(self, tile: tuple[int, ...], extent: int) -> slice:
+        """The interval of one tile, clipped to the dimension's extent."""
+        last = extent if self.stop is None else min(self.stop, extent)
+        start = self.offset + (0 if self.axis is None else tile[self.axis] * self.step)
+        return slice(min(start, last), min(start + self.length, last))
+
 
 @dataclass(frozen=True)
 class Access:
@@ -51,6 +57,10 @@ class Access:
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.spans), (self.tensor, self.shape, self.spans)
+
+    def at(self, tile: tuple[int, ...]) -> tuple[slice, ...]:
+        """What one tile touches."""
+        return tuple(span.at(tile, extent) for span, extent in zip(self.spans, self.shape, strict=True))
 
     def box(self, grid: tuple[int, ...]) -> "Box":
         """What all tiles together touch."""
@@ -70,6 +80,10 @@ class Box:
 
     intervals: tuple[tuple[int, int], ...]
     filled: bool
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, stop) for start, stop in self.intervals)
 
     def meets(self, other: "Box") -> bool:
         pairs = zip(self.intervals, other.intervals, strict=True)

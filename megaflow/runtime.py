@@ -52,7 +52,7 @@ class LoadedPlan:
 
         def put(array: np.ndarray) -> torch.Tensor:
             array = array if array.size else np.zeros(1, np.int32)  # the kernel wants a pointer in any case
-            return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
+            return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device, copy=True)
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -77,6 +77,10 @@ class LoadedPlan:
             ready = self.plan.initial[index :: self.plan.ready_queues] + 1
             self._queues[index, TAIL.value] = len(ready)
             self._queues[index, QUEUE_HEADER_WORDS : QUEUE_HEADER_WORDS + len(ready)] = torch.from_numpy(ready)
+
+    def stop_after(self, operator: str) -> None:
+        """Leave out what comes after an operator from the next launch on, as Plan.stopped_after says."""
+        self._arrays[0].copy_(torch.from_numpy(self.plan.stopped_after(operator).records))
 
     def launch(self, steps: int, stamps: torch.Tensor | None = None) -> None:
         """Enqueue one launch of up to `steps` steps on the current stream; capturable in a CUDA graph.

@@ -8,6 +8,7 @@ import torch
 from megaflow.device import STOP_STEP
 from megaflow.errors import DeadlockError, InputError
 from megaflow.graph import Tensor
+from megaflow.kinds import Tiling
 from megaflow.models.geometry import Geometry
 from megaflow.models.kv_cache import PagedKVCache
 from megaflow.models.planner import make_plan, operator_table
@@ -33,6 +34,9 @@ class Decoder:
     Attributes:
         batch: number of sequences, 0 before start.
         steps_per_launch: most steps of one launch.
+        graph: one decode step.
+        constants, caches, working: the device tensors by name: what steps only read; keys and values of each layer;
+            and the request's state, activations and workspace.
     """
 
     def __init__(
@@ -52,7 +56,7 @@ class Decoder:
         self._cache = cache
         self._device = device
         self._dtype = weights.matrices["embedding"].data.dtype
-        self._graph = qwen3_graph(model, cache.max_seq_len)
+        self.graph = qwen3_graph(model, cache.max_seq_len)
         self._lengths: list[int] = []
         self._trace: Trace | None = None
         self._plans: dict[tuple[int, Schedule], LoadedPlan] = {}
@@ -77,26 +81,28 @@ class Decoder:
             "statistics": torch.zeros(units * group * 2, device=where),
             "arrived": ints(max_batch_size, model.kv_heads, ARRIVAL_LINE),
         }
-        caches = {f"layers.{i}.k_cache": keys for i, keys in enumerate(cache.keys)}
-        caches |= {f"layers.{i}.v_cache": values for i, values in enumerate(cache.values)}
-        self._buffers = {
-            **weights.buffers(),
-            **caches,
-            **workspace,
-            **self._state,
-            "cos": cos,
-            "sin": sin,
-            "block_table": cache.block_table,
-        }
+        self.constants = {**weights.buffers(), "cos": cos, "sin": sin, "block_table": cache.block_table}
+        self.caches = {f"layers.{i}.k_cache": keys for i, keys in enumerate(cache.keys)}
+        self.caches |= {f"layers.{i}.v_cache": values for i, values in enumerate(cache.values)}
+        self.working = {**workspace, **self._state}
         limits = {
             "B": max_batch_size,
             RESIDUAL_PARTS.name: -(-model.hidden // smallest_rows(model, device)),
             LOGIT_PARTS.name: -(-model.vocab // smallest_rows(model, device)),
         }
-        for tensor in self._graph.tensors.values():
+        for tensor in self.graph.tensors.values():
             # a plan's control block, of which stop_step is a word, comes with the plan
-            if tensor.name not in self._buffers and tensor.name != "stop_step":
-                self._buffers[tensor.name] = self._activation(tensor, limits)
+            if tensor.name not in self.buffers and tensor.name != "stop_step":
+                self.working[tensor.name] = self._activation(tensor, limits)
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """All device tensors by name."""
+        return {**self.constants, **self.caches, **self.working}
+
+    def tiling(self) -> Tiling:
+        """How the graph is cut for the present batch size."""
+        return tiling(self._model, self.batch, self._device, str(self._dtype).removeprefix("torch."))
 
     def _activation(self, tensor: Tensor, limits: dict[str, int]) -> torch.Tensor:
         rows, width = tensor.bind(limits)
@@ -116,13 +122,16 @@ class Decoder:
         if isinstance(schedule, Auto) and schedule.tune:
             self._plans[key] = self.plan(tuned(schedule, self._tuning_key(), self._seconds_of_step))
         else:
-            cut = tiling(self._model, self.batch, self._device, str(self._dtype).removeprefix("torch."))
-            plan = make_plan(self._graph, cut, schedule, self._device.workers)
-            control = new_control(self._where)
-            buffers = {**self._buffers, "stop_step": control[STOP_STEP.value :]}
-            table = operator_table(self._graph, plan, buffers).to(self._where)
-            self._plans[key] = LoadedPlan(plan, table, control, [kind.body for kind in KINDS], cut.config)
+            self._plans[key] = self.load(schedule)
         return self._plans[key]
+
+    def load(self, schedule: Schedule) -> LoadedPlan:
+        """A new plan for the present batch size."""
+        cut = self.tiling()
+        plan = make_plan(self.graph, cut, schedule, self._device.workers)
+        control = new_control(self._where)
+        table = operator_table(self.graph, plan, {**self.buffers, "stop_step": control[STOP_STEP.value :]})
+        return LoadedPlan(plan, table.to(self._where), control, [kind.body for kind in KINDS], cut.config)
 
     def _tuning_key(self) -> str:
         """What the fastest schedule depends on, besides the candidates."""
@@ -137,7 +146,7 @@ class Decoder:
         plan = self.plan(schedule)
         room = self._cache.max_seq_len - max(self._lengths)
         steps = max(1, min(TUNING_STEPS, self.steps_per_launch, room))
-        self._reserve(steps)
+        self.reserve(steps)
         before = {name: tensor.clone() for name, tensor in self._state.items()}
         self._state["eos"].fill_(NO_TOKEN)  # all steps are to run
         try:
@@ -145,11 +154,6 @@ class Decoder:
         finally:
             for name, tensor in before.items():
                 self._state[name].copy_(tensor)
-
-    def _reserve(self, steps: int) -> None:
-        """Make room for so many more positions of each sequence."""
-        for sequence, length in enumerate(self._lengths):
-            self._cache.reserve(sequence, length + steps)
 
     def start(self, lengths: Sequence[int]) -> None:
         """Forget the sequences before and make room for new ones with `lengths` tokens, not finished."""
@@ -174,6 +178,11 @@ class Decoder:
         self._state["finished"][: self.batch] = sequences.to(torch.int32)
         self._state["unfinished"].fill_(int((~sequences).sum()))
 
+    def reserve(self, steps: int) -> None:
+        """Make room for `steps` more tokens of each sequence. Raises CapacityError beyond max_seq_len."""
+        for sequence, length in enumerate(self._lengths):
+            self._cache.reserve(sequence, length + steps)
+
     def drop(self) -> None:
         """Forget the sequences; new ones can start."""
         self.batch = 0
@@ -190,7 +199,7 @@ class Decoder:
         Raises:
             DeadlockError: the schedule did not finish; the sequences are dropped.
         """
-        self._reserve(steps)
+        self.reserve(steps)
         self._state["tokens"][: self.batch] = tokens.to(torch.int32)
         try:
             plan = self.plan(schedule)
@@ -198,7 +207,7 @@ class Decoder:
             plan.launch(steps, stamps)
             done = plan.finish()
         except DeadlockError:  # attention may have stopped between its splits; the sequences are lost
-            self._buffers["arrived"].zero_()
+            self.working["arrived"].zero_()
             self.drop()
             raise
         if self._trace is not None and stamps is not None:
@@ -219,4 +228,4 @@ class Decoder:
 
     def logits(self) -> torch.Tensor:
         """float32 [B, vocab]: logits of the latest step."""
-        return self._buffers["logits"][: self.batch, : self._model.vocab].clone()
+        return self.working["logits"][: self.batch, : self._model.vocab].clone()

@@ -118,6 +118,11 @@ class MegaModel:
             steps_per_launch,
         )
 
+    @property
+    def decoder(self) -> Decoder:
+        """The device side: graph, buffers and plans."""
+        return self._decoder
+
     def set_schedule(self, schedule: str | Schedule) -> None:
         """Use another schedule from the next step on. Weights, cache and compiled kernel stay.
 
@@ -172,15 +177,20 @@ class MegaModel:
             CapacityError: a sequence is as long as max_seq_len allows.
             DeadlockError: the kernel's schedule did not finish.
         """
+        tokens = self.read_next(next_tokens)
+        self._decoder.set_ends([], 0)  # the caller decides where a sequence ends
+        self._decoder.run(tokens, 1, self.schedule)
+        return self._decoder.logits()
+
+    def read_next(self, next_tokens: torch.Tensor) -> torch.Tensor:
+        """The next token of each sequence, integers [B]. Raises InputError: see decode."""
         tokens = torch.as_tensor(next_tokens).reshape(-1)
         if self._decoder.batch == 0:
             raise InputError("decode has no sequences to continue; call prefill first")
         if len(tokens) != self._decoder.batch:
             raise InputError(f"{len(tokens)} next tokens for {self._decoder.batch} sequences; give one for each")
         check_ids(tokens, "next tokens", self.geometry.vocab)
-        self._decoder.set_ends([], 0)  # the caller decides where a sequence ends
-        self._decoder.run(tokens, 1, self.schedule)
-        return self._decoder.logits()
+        return tokens
 
     def generate(
         self,

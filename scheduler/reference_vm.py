@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 from megaflow.errors import DeadlockError
 from megaflow.plan import Plan
-from megaflow.records import DRAIN, FIELDS
+from megaflow.records import DRAIN, FIELDS, NOTHING
 
 Choose = Callable[[int], int]  # picks one of n workers (or ready tasks) that could go on
 Execute = Callable[[int, int], None]  # (task of the task graph, step from 0)
 
 
 def run_plan(plan: Plan, steps: int, choose: Choose, execute: Execute) -> None:
-    """Run all tasks of `steps` steps.
+    """Run all tasks of `steps` steps, but for those that Plan.stopped_after leaves out.
 
     Raises:
         DeadlockError: tasks are left, but no worker can go on.
@@ -88,7 +88,7 @@ class QueueVM:
             if ticket < record["c1"]:
                 self._held[worker] = record["c0"] + ticket
                 return
-        else:
+        elif record["kind"] != NOTHING:
             execute(record["task"], step)
         self._counters.notify(record)
         self._held[worker] = None
@@ -124,7 +124,8 @@ class DynamicVM:
         """Run a ready task and release what it was the last to be waited for."""
         task, step = self._ready.pop(place)
         record = self._counters.records[task]
-        execute(record["task"], step)
+        if record["kind"] != NOTHING:
+            execute(record["task"], step)
         self._left -= 1
         for event in self._counters.notify(record):
             if self._counters.seen[event] != self._counters.need[event] * (step + 1):

@@ -7,13 +7,12 @@ that arrives last combines them, always in the same order, so results do not dep
 from the live length at run time; the others return at once.
 """
 
-import torch
-
 from megaflow.backend import jit, tl
 from megaflow.device import await_inputs, prefetch
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, TaskKind, Tiling
 from megaflow.regions import Access, Span, TiledOperator
+from megaflow.tasks.attention_oracle import oracle, run_tile
 from megaflow.tasks.common import by_role, number, pointer
 
 FIELDS = ("qkv", "qkv_stride", "q_norm", "k_norm", "cos", "sin", "positions", "k_cache", "v_cache", "block_table",
@@ -223,33 +222,4 @@ def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     }
 
 
-def oracle(inputs: dict[str, torch.Tensor], kv_heads: int, group: int, eps: float) -> dict[str, torch.Tensor]:
-    """The operator in torch for sequences whose earlier keys and values are given as dense lists.
-
-    Args:
-        inputs: qkv [B, kv_heads * (group + 2) * D]; q_norm, k_norm [D]; cos, sin [B, D] of each position;
-            keys, values: lists of B tensors [kv_heads, length, D].
-    Returns:
-        out [B, kv_heads * group * D]; new_key, new_value [B, kv_heads, D].
-    """
-    batch = inputs["qkv"].shape[0]
-    qkv = inputs["qkv"].view(batch, kv_heads, group + 2, -1)
-    cos, sin = inputs["cos"][:, None, None], inputs["sin"][:, None, None]
-
-    def prepare(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-        left, right = x.chunk(2, -1)
-        return x * cos + torch.cat((-right, left), -1) * sin
-
-    q, new_key = prepare(qkv[:, :, :group], inputs["q_norm"]), prepare(qkv[:, :, group:-1], inputs["k_norm"])[:, :, 0]
-    new_value = qkv[:, :, -1]
-    out = []
-    for b in range(batch):
-        keys = torch.cat((inputs["keys"][b], new_key[b][:, None]), 1)
-        values = torch.cat((inputs["values"][b], new_value[b][:, None]), 1)
-        weights = torch.softmax(q[b] @ keys.transpose(1, 2) * q.shape[-1] ** -0.5, -1)
-        out.append((weights @ values).reshape(-1))
-    return {"out": torch.stack(out), "new_key": new_key, "new_value": new_value}
-
-
-ATTENTION = TaskKind("attention", attention_body, tile, FIELDS, row, oracle)
+ATTENTION = TaskKind("attention", attention_body, tile, FIELDS, row, oracle, run_tile)

@@ -5,10 +5,10 @@ import torch
 from megaflow.backend import jit, tl
 from megaflow.device import await_inputs
 from megaflow.graph import Operator
-from megaflow.kinds import Buffers, TaskKind, Tiling
+from megaflow.kinds import Buffers, TaskKind, Tile, Tiling
 from megaflow.regions import TiledOperator
 from megaflow.tasks.common import by_role, number, pointer, token_access
-from megaflow.tasks.packing import BLOCK, blocks
+from megaflow.tasks.packing import BLOCK, PackedWeight, blocks
 
 FIELDS = ("tokens", "weight", "rows", "k_blocks", "width", "h", "h_stride", "gamma", "out", "out_stride",
           "ssq_out", "ssq_out_stride")  # fmt: skip
@@ -79,4 +79,14 @@ def oracle(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"h": h, "out": h * inputs["gamma"], "ssq_out": h.square().sum(1, keepdim=True)}
 
 
-EMBEDDING = TaskKind("embedding", embedding_body, tile, FIELDS, row, oracle)
+def run_tile(tile: Tile) -> None:
+    rows, columns = tile.op.tensor("weight").bind({})
+    token = tile.read("tokens").long().clamp(0, rows - 1)
+    weight = PackedWeight(tile.buffer("weight"), rows, columns).gather_rows(token).float()
+    first = torch.zeros_like(token)  # in the matrix of this row alone
+    outputs = oracle({"tokens": first, "weight": weight, "gamma": tile.buffer("gamma")})
+    for role, values in outputs.items():
+        tile.write(role, values)
+
+
+EMBEDDING = TaskKind("embedding", embedding_body, tile, FIELDS, row, oracle, run_tile)

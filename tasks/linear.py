@@ -9,14 +9,13 @@ After: the epilogue, one of STORE (qkv), RESIDUAL (add to the residual stream, p
 One task is `run` sub-tiles of CONFIG.rows weight rows, by CONFIG.tokens tokens.
 """
 
-import torch
-
 from megaflow.backend import jit, tl
 from megaflow.device import await_inputs, prefetch
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, KernelConfig, TaskKind, Tiling
 from megaflow.regions import Access, Span, TiledOperator
 from megaflow.tasks.common import by_role, number, pointer
+from megaflow.tasks.linear_oracle import oracle, run_tile
 from megaflow.tasks.packing import BLOCK, blocks
 
 FIELDS = (
@@ -298,23 +297,4 @@ def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     return values
 
 
-def oracle(
-    inputs: dict[str, torch.Tensor], epilogue: str, eps: float
-) -> dict[str, torch.Tensor]:
-    """The operator in torch, in the dtype of its inputs; `weight` is an ordinary [rows, columns] matrix."""
-    y = inputs["x"] @ inputs["weight"].T
-    if "ssq" in inputs:
-        y = y * torch.rsqrt(inputs["ssq"].sum(1, keepdim=True) / inputs["weight"].shape[1] + eps)
-    if epilogue == "silu":
-        gate, up = y.unflatten(1, (-1, 2)).unbind(2)
-        return {"out": torch.nn.functional.silu(gate) * up}
-    if epilogue == "residual":
-        h = inputs["h"] + y
-        return {"h_out": h, "out": h * inputs["gamma"], "ssq_out": h.square().sum(1, keepdim=True)}
-    if epilogue == "logits":
-        best = y.max(1)
-        return {"out": y, "best_value": best.values[:, None], "best_index": best.indices[:, None]}
-    return {"out": y}
-
-
-LINEAR = TaskKind("linear", linear_body, tile, FIELDS, row, oracle)
+LINEAR = TaskKind("linear", linear_body, tile, FIELDS, row, oracle, run_tile)

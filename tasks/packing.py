@@ -48,11 +48,10 @@ class PackedWeight:
         self._by_row()[index // BLOCK, index % BLOCK] = matrix.view(len(index), -1, BLOCK)
 
     def unpack(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows start to stop as an ordinary matrix [stop - start, columns]; `start` is a multiple of 64."""
-        assert start % BLOCK == 0, start
+        """Rows start to stop as an ordinary matrix [stop - start, columns]."""
         stop = self.rows if stop is None else min(stop, self.rows)
-        part = self._by_row()[start // BLOCK : blocks(stop)]
-        return part.reshape(-1, padded(self.columns))[: stop - start, : self.columns]
+        part = self._by_row()[start // BLOCK : blocks(stop)].reshape(-1, padded(self.columns))
+        return part[start % BLOCK : start % BLOCK + stop - start, : self.columns]
 
     def gather_rows(self, index: torch.Tensor) -> torch.Tensor:
         """Rows `index` (int64 [n]) as a matrix [n, columns]."""

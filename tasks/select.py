@@ -9,7 +9,7 @@ import torch
 from megaflow.backend import jit, tl
 from megaflow.device import await_inputs
 from megaflow.graph import Operator
-from megaflow.kinds import Buffers, TaskKind, Tiling
+from megaflow.kinds import Buffers, TaskKind, Tile, Tiling
 from megaflow.regions import TiledOperator
 from megaflow.tasks.common import by_role, number, pointer, token_access
 
@@ -91,4 +91,21 @@ def oracle(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"tokens": inputs["best_index"].gather(1, best)[:, 0]}
 
 
-SELECT = TaskKind("select", select_body, tile, FIELDS, row, oracle)
+def run_tile(tile: Tile) -> None:
+    at = (tile.sequence,)
+    token = int(oracle({role: tile.read(role) for role in ("best_value", "best_index")})["tokens"])
+    was_finished = bool(tile.buffer("finished")[at])
+    is_eos = bool((tile.buffer("eos") == token).any())
+    token = int(tile.buffer("pad")[0]) if was_finished else token
+    tile.put("generated", (*at, tile.step), token)
+    tile.put("tokens", at, token)
+    tile.put("positions", at, int(tile.buffer("positions")[at]) + (not was_finished))
+    if is_eos and not was_finished:
+        left = int(tile.buffer("unfinished")[0]) - 1
+        tile.put("finished", at, 1)
+        tile.put("unfinished", (0,), left)
+        if left == 0:
+            tile.put("stop_step", (0,), tile.step + 1)
+
+
+SELECT = TaskKind("select", select_body, tile, FIELDS, row, oracle, run_tile)
