@@ -8,13 +8,13 @@ from programs import conflicting_tiles, plan_or_none, programs
 from test_taskgraph import op
 
 from megaflow.errors import HazardError, ScheduleError
-from megaflow.scheduler import SCHEDULES, Dynamic, Static, find_schedule
+from megaflow.scheduler import Dynamic, Hybrid, Static, Unfused, find_schedule
 from megaflow.scheduler.queues import spread
 from megaflow.scheduler.reference_vm import run_plan
 from megaflow.scheduler.versions import Versions
 
 STEPS = 2
-VARIANTS = [*SCHEDULES.values(), Static(interleave=True), Dynamic(queues=3)]
+VARIANTS = [Static(), Static(interleave=True), Hybrid(), Unfused(), Dynamic(), Dynamic(queues=3)]
 
 
 @pytest.mark.parametrize("schedule", VARIANTS, ids=repr)
