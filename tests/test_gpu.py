@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from test_deadlock import broken, without
+from test_user_schedules import USERS
 
 from megaflow import DeadlockError, MegaModel
-from megaflow.scheduler import SCHEDULES
+from megaflow.scheduler import SCHEDULES, Hybrid, Static, Unfused
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from common import random_model
@@ -67,6 +68,19 @@ def test_a_step_repeated_200_times_is_bit_identical_in_static_mode(models, batch
         mega._decoder._state["positions"][:batch] = positions
         mega._decoder._lengths = positions.tolist()
         assert torch.equal(mega.decode(tokens), first)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_logits_are_the_same_to_the_bit_in_every_schedule_that_fills_queues_on_the_host(models, batch):
+    mega = models[2]
+    prompts = [torch.randint(0, mega.geometry.vocab, (PROMPT - 37 * i % PROMPT,)) for i in range(batch)]
+    results = []
+    for schedule in (Static(), Static(interleave=True), Hybrid(), Unfused(), *USERS):
+        mega.set_schedule(schedule)
+        results.append((mega.generate(prompts, 20, eos_token_id=[]), mega._decoder.logits()))
+    for tokens, logits in results[1:]:
+        assert torch.equal(tokens, results[0][0])
+        assert torch.equal(logits, results[0][1])
 
 
 def test_both_modes_give_the_same_tokens_over_many_steps_in_few_launches(models):
