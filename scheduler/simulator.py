@@ -14,7 +14,7 @@ import numpy as np
 
 from megaflow.errors import DeadlockError
 from megaflow.plan import Plan
-from megaflow.records import DRAIN, NOTHING
+from megaflow.records import DRAIN
 from megaflow.scheduler.bandwidth import NEVER, Bandwidth
 from megaflow.scheduler.costs import H200_COSTS, Costs
 from megaflow.scheduler.simulation import Simulation
@@ -165,8 +165,7 @@ class QueueMachine(Machine):
         self._first_tile = plan.column("c0").tolist()
         self._tiles = plan.column("c1").tolist()
         self._number = plan.column("c2").tolist()
-        bodiless = set(np.flatnonzero(kind == NOTHING).tolist())
-        self._waits = [[] if r in bodiless else events for r, events in enumerate(_events(plan, "wait"))]
+        self._waits = _events(plan, "wait")
         self._waiting = [0] * plan.workers
         self._waiters: list[list[int]] = [[] for _ in plan.event_need]
         self._place = plan.queue_offsets[:-1].tolist()
