@@ -31,7 +31,8 @@ class KernelConfig:
         stages: depth of the load pipeline in the product.
         prefetch: weight blocks along a row that a task brings into the L2 cache while it waits for its inputs.
         head_dim: of attention, a power of two.
-        group: query heads per KV head, padded to a power of two of at least 16 (a tensor-core tile).
+        heads: query heads per KV head, padded to a power of two.
+        group: the same, padded to at least 16 (a tensor-core tile).
         kv_block: KV positions that attention takes at once.
         eps: of every RMSNorm.
         dtype: name of the model's dtype in Triton ("bfloat16", "float32").
@@ -43,6 +44,7 @@ class KernelConfig:
     stages: int
     prefetch: int
     head_dim: int
+    heads: int
     group: int
     kv_block: int
     eps: float

@@ -21,6 +21,7 @@ def kernel_config(model: Geometry, batch: int, device: Device, dtype: str) -> Ke
         rows, k_blocks, stages, prefetch = (16, 4, 4, 16) if model.head_dim == 128 else (16, 2, 6, 16)
     else:
         rows, k_blocks, stages, prefetch = 16, 1, 6, 16
+    heads = 1 << (model.group - 1).bit_length()
     return KernelConfig(
         tokens=tokens,
         rows=rows,
@@ -28,7 +29,8 @@ def kernel_config(model: Geometry, batch: int, device: Device, dtype: str) -> Ke
         stages=stages,
         prefetch=prefetch,
         head_dim=model.head_dim,
-        group=max(16, 1 << (model.group - 1).bit_length()),
+        heads=heads,
+        group=max(16, heads),
         kv_block=64,
         eps=model.eps,
         dtype=dtype,

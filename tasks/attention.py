@@ -1,9 +1,9 @@
 """Decode attention for one sequence and one KV head: QK-norm, RoPE, paged append, split-KV, combine.
 
-The KV positions are cut into splits that different workers take; the split that holds the newest position
-appends its key and value first. Each split leaves an unnormalised sum and its softmax statistics; the split
-that arrives last combines them, always in the same order, so results do not depend on who that is
-(Flash-Decoding; the order of the reduction is fixed by the split's index). How many splits are active follows
+The KV positions are cut into splits that different workers take; the split that holds the newest position takes
+its key and value from qkv and appends them to the cache. Each split leaves an unnormalised sum and its softmax
+statistics; the split that arrives last combines them, always in the same order, so results do not depend on who
+that is (Flash-Decoding; the order of the reduction is fixed by the split's index). How many splits are active follows
 from the live length at run time; the others return at once.
 """
 
@@ -27,14 +27,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @jit
-def norm_rope(p_x, o_d, mask, weight, pair_weight, cos, sin, CONFIG: tl.constexpr):
-    """RMSNorm and rotary embedding (rotate-half convention) of vectors: p_x points at [n, 1] starts.
+def norm_rope(x, pair, weight, pair_weight, cos, sin, o_d, CONFIG: tl.constexpr):
+    """RMSNorm and rotary embedding (rotate-half convention) of vectors [n, head_dim], without rounding.
 
-    `o_d`, `mask` and the result are [n, head_dim]; weights, cos and sin are [1, head_dim], those of the position.
+    `pair` has the elements half a vector away; `o_d` [n, head_dim] their places. Weights, cos and sin are
+    [1, head_dim], those of the position.
     """
     D: tl.constexpr = CONFIG.head_dim
-    x = tl.load(p_x + o_d, mask=mask, other=0.0)
-    pair = tl.load(p_x + (o_d + D // 2) % D, mask=mask, other=0.0)
     scale = tl.rsqrt(tl.sum(x * x, 1) / D + CONFIG.eps)[:, None]
     return x * scale * weight * cos + tl.where(o_d < D // 2, -pair, pair) * scale * pair_weight * sin
 
@@ -48,34 +47,61 @@ def slots(table, positions, mask, page_shift, kv_heads, c_head, CONFIG: tl.const
 
 
 @jit
-def append(row, qkv, group, slot, weight, pair_weight, cos, sin, CONFIG: tl.constexpr):
-    """Write the new position's key and value to their slot of the cache."""
-    D: tl.constexpr = CONFIG.head_dim
-    o_d = tl.arange(0, D)
-    p_k = qkv + ((tl.arange(0, 1) + group) * D)[:, None]
-    k = norm_rope(p_k, o_d[None, :], (o_d >= 0)[None, :], weight, pair_weight, cos, sin, CONFIG)
-    v = tl.load(qkv + (group + 1) * D + o_d)
-    tl.store(pointer(row, K_CACHE, CONFIG.element) + slot + o_d[None, :], k.to(CONFIG.element))
-    tl.store(pointer(row, V_CACHE, CONFIG.element) + slot + o_d, v.to(CONFIG.element))
+def attend(q, k, v, mask, top, total, acc, CONFIG: tl.constexpr):
+    """Take some positions' keys [head_dim, n] and values [n, head_dim] into the softmax (Flash-Attention)."""
+    scores = tl.dot(q, k, input_precision="ieee")
+    scores = tl.where(mask[None, :], scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    p = tl.exp2(scores - new_top[:, None])
+    fade = tl.exp2(top - new_top)
+    total = total * fade + tl.sum(p, 1)
+    acc = tl.dot(p.to(CONFIG.element), v, acc * fade[:, None], input_precision="ieee")
+    return new_top, total, acc
 
 
 @jit
-def combine(row, unit, splits, active, out, o_out, mask, CONFIG: tl.constexpr):
-    """Add up the splits' partial sums in the order of the splits and write the normalised result."""
+def partial_sum(partial, statistics, split, active, o_out, mask, CONFIG: tl.constexpr):
+    """What a split has left: its maximum and total [heads], its sum [heads, head_dim]; nothing of an inactive one."""
     D: tl.constexpr = CONFIG.head_dim
     G: tl.constexpr = CONFIG.group
-    o_g = tl.arange(0, G)
+    o_g = tl.arange(0, CONFIG.heads)
+    top = tl.load(statistics + split * G * 2 + o_g, mask=(o_g >= 0) & (split < active), other=float("-inf"))
+    total = tl.load(statistics + split * G * 2 + G + o_g, mask=(o_g >= 0) & (split < active), other=0.0)
+    acc = tl.load(partial + split * G * D + o_out, mask=mask & (split < active), other=0.0)
+    return top, total, acc
+
+
+@jit
+def combine(row, unit, splits, active, out, group, CONFIG: tl.constexpr):
+    """Add up the splits' partial sums in the order of the splits and write the normalised result.
+
+    Four splits are loaded at a time: one after the other each would cost a latency.
+    """
+    D: tl.constexpr = CONFIG.head_dim
+    G: tl.constexpr = CONFIG.group
     partial = pointer(row, PARTIAL, tl.float32) + unit.to(tl.int64) * splits * G * D
     statistics = pointer(row, STATISTICS, tl.float32) + unit * splits * G * 2
-    top = tl.full([G], float("-inf"), tl.float32)
-    for split in range(0, active):
-        top = tl.maximum(top, tl.load(statistics + split * G * 2 + o_g))
-    total = tl.full([G], 0.0, tl.float32)
-    acc = tl.full([G, D], 0.0, tl.float32)
-    for split in range(0, active):
-        weight = tl.exp2(tl.load(statistics + split * G * 2 + o_g) - top)
-        total += weight * tl.load(statistics + split * G * 2 + G + o_g)
-        acc += weight[:, None] * tl.load(partial + split * G * D + o_out, mask=mask, other=0.0)
+    o_g = tl.arange(0, CONFIG.heads)
+    o_out = o_g[:, None] * D + tl.arange(0, D)[None, :]
+    mask = o_out < group * D
+    top = tl.full([CONFIG.heads], float("-inf"), tl.float32)
+    total = tl.full([CONFIG.heads], 0.0, tl.float32)
+    acc = tl.full([CONFIG.heads, D], 0.0, tl.float32)
+    for split in range(0, active, 4):
+        top0, total0, acc0 = partial_sum(partial, statistics, split, active, o_out, mask, CONFIG)
+        top1, total1, acc1 = partial_sum(partial, statistics, split + 1, active, o_out, mask, CONFIG)
+        top2, total2, acc2 = partial_sum(partial, statistics, split + 2, active, o_out, mask, CONFIG)
+        top3, total3, acc3 = partial_sum(partial, statistics, split + 3, active, o_out, mask, CONFIG)
+        new_top = tl.maximum(tl.maximum(top, tl.maximum(top0, top1)), tl.maximum(top2, top3))
+        fade = tl.exp2(top - new_top)
+        weight0 = tl.exp2(top0 - new_top)
+        weight1 = tl.exp2(top1 - new_top)
+        weight2 = tl.exp2(top2 - new_top)
+        weight3 = tl.exp2(top3 - new_top)
+        total = total * fade + weight0 * total0 + weight1 * total1 + weight2 * total2 + weight3 * total3
+        acc = acc * fade[:, None] + weight0[:, None] * acc0 + weight1[:, None] * acc1
+        acc = acc + weight2[:, None] * acc2 + weight3[:, None] * acc3
+        top = new_top
     tl.store(out + o_out, (acc / total[:, None]).to(CONFIG.element), mask=mask)
 
 
@@ -96,7 +122,7 @@ def attention_body(row, c_sequence, c_head, c_split, step, inputs, CONFIG: tl.co
     chunk = ((length + splits - 1) // splits + S - 1) // S * S
     active = (length + chunk - 1) // chunk
     start = c_split * chunk
-    stop = tl.minimum(start + chunk, length)
+    stop = tl.minimum(start + chunk, position)  # of what is in the cache
     o_g = tl.arange(0, G)
     o_d = tl.arange(0, D)
     o_pair = (o_d + D // 2) % D
@@ -104,29 +130,43 @@ def attention_body(row, c_sequence, c_head, c_split, step, inputs, CONFIG: tl.co
     sin = tl.load(pointer(row, SIN, tl.float32) + position * D + o_d)[None, :]
     q_weight = tl.load(pointer(row, Q_NORM, tl.float32) + o_d)[None, :]
     q_pair_weight = tl.load(pointer(row, Q_NORM, tl.float32) + o_pair)[None, :]
+    k_weight = tl.load(pointer(row, K_NORM, tl.float32) + o_d)[None, :]
+    k_pair_weight = tl.load(pointer(row, K_NORM, tl.float32) + o_pair)[None, :]
+    new_slot = slots(table, position, position >= 0, page_shift, kv_heads, c_head, CONFIG)
     o_s = start + tl.arange(0, S)
-    slot = slots(table, o_s, o_s < stop, page_shift, kv_heads, c_head, CONFIG)
+    m_s = o_s < stop
+    slot = slots(table, o_s, m_s, page_shift, kv_heads, c_head, CONFIG)
     lines = slot[:, None] + tl.arange(0, D // LINE)[None, :] * LINE
-    prefetch(k_cache + lines, (o_s < position)[:, None])
-    prefetch(v_cache + lines, (o_s < position)[:, None])
+    prefetch(k_cache + lines, m_s[:, None])
+    prefetch(v_cache + lines, m_s[:, None])
     await_inputs(inputs)
 
     if c_split < active:
         m_g = (o_g < group)[:, None] & (o_d >= 0)[None, :]
         qkv = pointer(row, QKV, tl.float32) + c_sequence * number(row, QKV_STRIDE) + c_head * (group + 2) * D
         o_gd = tl.broadcast_to(o_d[None, :], (G, D))
-        q = norm_rope(qkv + (o_g * D)[:, None], o_gd, m_g, q_weight, q_pair_weight, cos, sin, CONFIG)
+        p_q = qkv + (o_g * D)[:, None]
+        p_new = qkv + ((tl.arange(0, 1) + group) * D)[:, None]
+        q = tl.load(p_q + o_gd, mask=m_g, other=0.0)
+        q_pair = tl.load(p_q + (o_gd + D // 2) % D, mask=m_g, other=0.0)
+        new_k = tl.load(p_new + o_d[None, :])
+        new_k_pair = tl.load(p_new + o_pair[None, :])
+        new_v = tl.load(qkv + (group + 1) * D + o_d).to(CONFIG.element)
+        q = norm_rope(q, q_pair, q_weight, q_pair_weight, cos, sin, o_gd, CONFIG)
         q = (q * (LOG2E * D**-0.5)).to(CONFIG.element)
-        if c_split == active - 1:
-            k_weight = tl.load(pointer(row, K_NORM, tl.float32) + o_d)[None, :]
-            k_pair_weight = tl.load(pointer(row, K_NORM, tl.float32) + o_pair)[None, :]
-            new_slot = slots(table, position, position >= 0, page_shift, kv_heads, c_head, CONFIG)
-            append(row, qkv, group, new_slot, k_weight, k_pair_weight, cos, sin, CONFIG)
-            tl.debug_barrier()  # the loop below reads this position from the cache
 
         top = tl.full([G], float("-inf"), tl.float32)
         total = tl.full([G], 0.0, tl.float32)
         acc = tl.full([G, D], 0.0, tl.float32)
+        if c_split == active - 1:
+            # the new position goes to the cache, and into the softmax from here
+            key = norm_rope(new_k, new_k_pair, k_weight, k_pair_weight, cos, sin, o_d[None, :], CONFIG)
+            key = key.to(CONFIG.element)
+            tl.store(k_cache + new_slot + o_d[None, :], key)
+            tl.store(v_cache + new_slot + o_d, new_v)
+            top = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1)
+            total = tl.full([G], 1.0, tl.float32)
+            acc = tl.broadcast_to(new_v.to(tl.float32)[None, :], (G, D))
         for first in range(start, stop, S):
             o_s = first + tl.arange(0, S)
             m_s = o_s < stop
@@ -135,14 +175,7 @@ def attention_body(row, c_sequence, c_head, c_split, step, inputs, CONFIG: tl.co
             p_v = tl.multiple_of(v_cache + slot[:, None] + o_d[None, :], (1, 16))
             k = tl.load(p_k, mask=m_s[None, :], other=0.0)
             v = tl.load(p_v, mask=m_s[:, None], other=0.0)
-            scores = tl.dot(q, k, input_precision="ieee")
-            scores = tl.where(m_s[None, :], scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            p = tl.exp2(scores - new_top[:, None])
-            fade = tl.exp2(top - new_top)
-            total = total * fade + tl.sum(p, 1)
-            acc = tl.dot(p.to(CONFIG.element), v, acc * fade[:, None], input_precision="ieee")
-            top = new_top
+            top, total, acc = attend(q, k, v, m_s, top, total, acc, CONFIG)
 
         out = pointer(row, OUT, CONFIG.element) + c_sequence * number(row, OUT_STRIDE) + c_head * group * D
         o_out = o_g[:, None] * D + o_d[None, :]
@@ -160,7 +193,7 @@ def attention_body(row, c_sequence, c_head, c_split, step, inputs, CONFIG: tl.co
             arrived = pointer(row, ARRIVED, tl.int32) + unit * 32
             if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == active - 1:
                 tl.debug_barrier()
-                combine(row, unit, splits, active, out, o_out, m_g, CONFIG)
+                combine(row, unit, splits, active, out, group, CONFIG)
                 tl.store(arrived, 0)
 
 
