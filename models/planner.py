@@ -7,6 +7,7 @@ import torch
 from megaflow.graph import Graph
 from megaflow.kinds import Buffers, Tiling
 from megaflow.plan import Plan
+from megaflow.regions import MicroBatch, TiledOperator
 from megaflow.scheduler import Program, Schedule
 from megaflow.tasks import KINDS
 
@@ -16,15 +17,14 @@ KIND_NUMBERS = {kind.name: number for number, kind in enumerate(KINDS)}
 
 def program_of(graph: Graph, tiling: Tiling) -> Program:
     """The graph's operators, cut into tiles. Raises PlanError if one cannot be."""
-    operators = tuple(KINDS_BY_NAME[op.kind].cut(op, tiling) for op in graph.operators)
 
-    return Program(
-        operators,
-        tiling.batch,
-        lambda index, part: KINDS_BY_NAME[graph.operators[index].kind].cut(
-            graph.operators[index], replace(tiling, part=part)
-        ),
-    )
+    def cut(index: int, part: MicroBatch | None) -> TiledOperator:
+        op = graph.operators[index]
+        return KINDS_BY_NAME[op.kind].cut(op, replace(tiling, part=part))
+
+    operators = tuple(cut(index, None) for index in range(len(graph.operators)))
+    grouped = any(op.kind == "group" for op in graph.operators)  # tokens by expert, over the whole batch
+    return Program(operators, tiling.batch, None if grouped else cut)
 
 
 def make_plan(graph: Graph, tiling: Tiling, schedule: Schedule, workers: int) -> Plan:
