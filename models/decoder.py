@@ -9,7 +9,7 @@ from megaflow.device import STOP_STEP
 from megaflow.errors import DeadlockError, InputError
 from megaflow.graph import Tensor
 from megaflow.kinds import Tiling
-from megaflow.models.experts import COMBINED_PARTS, routing_symbols
+from megaflow.models.experts import routing_symbols
 from megaflow.models.geometry import Geometry
 from megaflow.models.kv_cache import PagedKVCache
 from megaflow.models.planner import make_plan, operator_table
@@ -90,7 +90,6 @@ class Decoder:
         limits = {
             "B": max_batch_size,
             RESIDUAL_PARTS.name: -(-model.hidden // smallest_rows(model, device)),
-            COMBINED_PARTS.name: -(-model.hidden // smallest_rows(model, device)),
             **routing_symbols(model.experts, max_batch_size),
             LOGIT_PARTS.name: -(-model.vocab // smallest_rows(model, device)),
         }

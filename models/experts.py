@@ -11,7 +11,6 @@ from megaflow.models.stream import Names, Stream, linear
 PAIRS = Symbol("pairs")  # of a token and one of its experts; pair token * per_token + slot
 PLACES = Symbol("places")  # in the list of active experts: the most that can be active
 PLACE_ENDS = Symbol("place_ends")  # PLACES + 1: where the pairs of each place begin, and where the last ones end
-COMBINED_PARTS = Symbol("combined_parts")  # tiles of combine along the columns
 
 
 def routing_symbols(experts: Experts | None, batch: int) -> dict[str, int]:
@@ -41,7 +40,7 @@ def sparse_mlp(g: Graph, model: Geometry, name: Names, stream: Stream, gamma: Te
         "indptr": Tensor("expert_indptr", (PLACE_ENDS,), "int32"),
         "pairs": Tensor("expert_pairs", (PAIRS,), "int32"),
     }
-    g.add(name("group"), "group", {"experts": chosen}, lists)
+    g.add(name("group"), "group", {"experts": chosen}, lists, experts=count)
 
     middle = Tensor("expert_hidden", (PAIRS, width))
     gate_up = Tensor(name("expert_gate_up"), (count, 2 * width, hidden))
@@ -52,11 +51,11 @@ def sparse_mlp(g: Graph, model: Geometry, name: Names, stream: Stream, gamma: Te
     down = Tensor(name("expert_down"), (count, hidden, width))
     g.add(name("expert_down"), "expert_linear", {"x": middle, "weight": down, **lists}, {"out": out}, epilogue="store")
 
-    after = stream.after(Tensor("ssq_combined", (BATCH, COMBINED_PARTS), "float32"))
+    after = stream.after()
     g.add(
         name("combine"),
         "combine",
-        {"expert_out": out, "weights": weights, "h": stream.h, "gamma": gamma},
+        {"expert_out": out, "weights": weights, "active": lists["active"], "h": stream.h, "gamma": gamma},
         {"h_out": after.h, "out": after.normed, "ssq_out": after.ssq},
     )
     return after

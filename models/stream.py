@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megaflow.graph import BATCH, Graph, Symbol, Tensor
 
-RESIDUAL_PARTS = Symbol("residual_parts")  # tiles of a residual linear along its rows
+RESIDUAL_PARTS = Symbol("residual_parts")  # tiles along h of an operator that adds to it
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Stream:
     normed: Tensor
     ssq: Tensor
 
-    def after(self, ssq: Tensor) -> "Stream":
+    def after(self) -> "Stream":
         """The stream that an operator leaves which adds to this one. Never in place: the two h tensors take turns."""
-        other = "h_attended" if self.h.name == "h" else "h"
-        return Stream(Tensor(other, self.h.shape, "float32"), self.normed, ssq)
+        other = Tensor("h_attended" if self.h.name == "h" else "h", self.h.shape, "float32")
+        return Stream(other, self.normed, Tensor("ssq", (BATCH, RESIDUAL_PARTS), "float32"))
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def linear(g: Graph, name: str, stream: Stream, weight: Tensor, outputs: dict[st
 
 def residual(g: Graph, name: str, x: Tensor, weight: Tensor, stream: Stream, gamma: Tensor) -> Stream:
     """h + weight @ x, and what the RMSNorm with weight `gamma` needs of it."""
-    after = stream.after(Tensor("ssq", (BATCH, RESIDUAL_PARTS), "float32"))
+    after = stream.after()
     g.add(
         name,
         "linear",
