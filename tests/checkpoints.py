@@ -23,7 +23,15 @@ FIELDS = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-EXPERT_FIELDS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+EXPERT_FIELDS = {  # with less of everything else, since experts have many tasks
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 120,
+}
 
 
 def small_config(**changes: Any) -> Qwen3Config:
@@ -32,7 +40,7 @@ def small_config(**changes: Any) -> Qwen3Config:
 
 
 def small_moe_config(**changes: Any) -> Qwen3MoeConfig:
-    """The same with experts in every layer."""
+    """A configuration with experts in every layer, which decodes as fast."""
     return Qwen3MoeConfig(**(FIELDS | EXPERT_FIELDS | changes))
 
 
@@ -42,7 +50,7 @@ def small_model(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
 
 
 def small_moe_model(seed: int = 0, **changes: Any) -> Qwen3MoeForCausalLM:
-    """The same with experts."""
+    """A model with experts, likewise."""
     return random_weights(seed, lambda: Qwen3MoeForCausalLM(small_moe_config(**changes)))
 
 
