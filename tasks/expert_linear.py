@@ -149,11 +149,11 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
         grid=(places, -(-rows // height)),
         reads=tuple(reads),
         writes=(by_place("out", Span.tiles(1, height // 2 if silu else height)),),
-        # what a tile does on the average over all places
-        tile_bytes=round(height * columns * element_bytes * expected / places),
+        tile_bytes=height * columns * element_bytes,
         params=tuple(params),
-        tile_flops=2 * height * columns * -(-pairs // places),
+        tile_flops=round(2 * height * columns * pairs / expected),
         irregular=True,
+        expected=expected,
     )
 
 
