@@ -12,7 +12,7 @@ from megaflow.kinds import Tiling
 from megaflow.models.experts import routing_symbols
 from megaflow.models.geometry import Geometry
 from megaflow.models.kv_cache import PagedKVCache
-from megaflow.models.planner import make_plan, operator_table
+from megaflow.models.planner import kinds_of, make_plan, operator_table
 from megaflow.models.qwen3 import ARRIVAL_LINE, LOGIT_PARTS, qwen3_graph
 from megaflow.models.stream import RESIDUAL_PARTS
 from megaflow.models.tiling import kernel_config, smallest_rows, tiling
@@ -21,7 +21,6 @@ from megaflow.models.weights import Weights
 from megaflow.runtime import LoadedPlan, new_control
 from megaflow.scheduler import Auto, Schedule
 from megaflow.target import Device
-from megaflow.tasks import KINDS
 from megaflow.tasks.packing import padded
 from megaflow.tasks.select import MAX_EOS
 from megaflow.trace import Trace
@@ -134,7 +133,8 @@ class Decoder:
         plan = make_plan(self.graph, cut, schedule, self._device.workers)
         control = new_control(self._where)
         table = operator_table(self.graph, plan, {**self.buffers, "stop_step": control[STOP_STEP.value :]})
-        return LoadedPlan(plan, table.to(self._where), control, [kind.body for kind in KINDS], cut.config)
+        bodies = [kind.body for kind in kinds_of(self.graph)]
+        return LoadedPlan(plan, table.to(self._where), control, bodies, cut.config)
 
     def _tuning_key(self) -> str:
         """What the fastest schedule depends on, besides the candidates."""
