@@ -1,9 +1,12 @@
 """Whether a timed run was right: transformers, fed the run's tokens, in float32 and in bfloat16."""
 
+import copy
 import statistics
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from common import Qwen3
 from engines import Timed
 from transformers import Qwen3ForCausalLM
 
@@ -51,7 +54,7 @@ def judge(tokens: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
 
 
 @torch.no_grad()
-def check(reference: Qwen3ForCausalLM, rounded: Qwen3ForCausalLM, prompts: torch.Tensor, run: Timed) -> Check:
+def check(reference: Qwen3, rounded: Qwen3, prompts: torch.Tensor, run: Timed) -> Check:
     """Feed prompts and the run's tokens to transformers, one sequence at a time.
 
     Args:
@@ -89,9 +92,27 @@ def check(reference: Qwen3ForCausalLM, rounded: Qwen3ForCausalLM, prompts: torch
     )
 
 
-def float32_copy(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
-    """The same weights in a float32 model on the same device."""
-    with torch.device(model.device):
-        copy = Qwen3ForCausalLM(model.config).float().eval()
-    copy.load_state_dict(model.state_dict())
-    return copy
+def float32_copy(model: Qwen3) -> Qwen3:
+    """The same weights in a float32 model on the same device; those of layers with experts only while they run."""
+    if isinstance(model, Qwen3ForCausalLM):
+        with torch.device(model.device):
+            same = Qwen3ForCausalLM(model.config).float().eval()
+        same.load_state_dict(model.state_dict())
+        return same
+    passing = {id(layer): PassingFloat32(layer) for layer in model.model.layers}
+    return copy.deepcopy(model, passing).float()
+
+
+class PassingFloat32(torch.nn.Module):
+    """A layer in float32, made from another one whenever it runs and then forgotten."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self._layer = (layer,)  # in a tuple it is no submodule
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        layer = copy.deepcopy(self._layer[0]).float()
+        for module in layer.modules():
+            if hasattr(module, "gate_up_proj") and hasattr(module, "config"):
+                module.config._experts_implementation = "eager"  # grouped products are made for bfloat16
+        return layer(*args, **kwargs)

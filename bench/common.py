@@ -12,44 +12,59 @@ from typing import Any
 import torch
 import transformers
 import triton
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+Qwen3 = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 
 # hidden, intermediate, layers, heads, KV heads, tied embeddings; head_dim 128 and vocabulary 151936 in all
 GEOMETRIES = {
     "Qwen3-0.6B": (1024, 3072, 28, 16, 8, True),
     "Qwen3-4B": (2560, 9728, 36, 32, 8, True),
     "Qwen3-8B": (4096, 12288, 36, 32, 8, False),
+    "Qwen3-30B-A3B": (2048, 6144, 48, 32, 4, False),
 }
+EXPERTS = {"Qwen3-30B-A3B": (128, 8, 768)}  # experts of a layer, of a token; width of each
 
 
-def qwen3_config(name: str) -> Qwen3Config:
+def qwen3_config(name: str) -> Qwen3Config | Qwen3MoeConfig:
     """The configuration of a published Qwen3 model, without an eos token."""
     hidden, intermediate, layers, heads, kv_heads, tied = GEOMETRIES[name]
-    return Qwen3Config(
-        vocab_size=151936,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=128,
-        tie_word_embeddings=tied,
-        max_position_embeddings=40960,
-        rope_theta=1e6,
-        rms_norm_eps=1e-6,
-        eos_token_id=None,
-        pad_token_id=0,
+    fields = {
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    if name not in EXPERTS:
+        return Qwen3Config(**fields)
+    count, per_token, width = EXPERTS[name]
+    return Qwen3MoeConfig(
+        **fields,
+        num_experts=count,
+        num_experts_per_tok=per_token,
+        moe_intermediate_size=width,
+        norm_topk_prob=True,
     )
 
 
-def random_model(name: str, seed: int = 0) -> Qwen3ForCausalLM:
+def random_model(name: str, seed: int = 0) -> Qwen3:
     """A transformers model of that geometry with random bfloat16 weights, made on the GPU."""
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cuda"):
-            model = Qwen3ForCausalLM(qwen3_config(name)).eval()
+            kind = Qwen3MoeForCausalLM if name in EXPERTS else Qwen3ForCausalLM
+            model = kind(qwen3_config(name)).eval()
     finally:
         torch.set_default_dtype(before)
     with torch.no_grad():

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from common import Qwen3
 from torch._dynamo.utils import counters
-from transformers import Qwen3ForCausalLM, StaticCache
+from transformers import StaticCache
 
 from megaflow.models.mega_model import MegaModel
 from megaflow.scheduler import Schedule
@@ -59,7 +60,7 @@ class Megaflow:
 
 
 def greedy_step(
-    model: Qwen3ForCausalLM, cache: StaticCache, tokens: torch.Tensor, position: torch.Tensor
+    model: Qwen3, cache: StaticCache, tokens: torch.Tensor, position: torch.Tensor
 ) -> torch.Tensor:
     """Append tokens [B, 1] at position [1, 1] and choose the next ones, [B, 1]; prompts [B, T] likewise."""
     logits = model(
@@ -76,7 +77,7 @@ class StaticCacheLoop:
     makes it outside.
     """
 
-    def __init__(self, model: Qwen3ForCausalLM, prompt: int, steps: int) -> None:
+    def __init__(self, model: Qwen3, prompt: int, steps: int) -> None:
         counters.clear()
         self._model = model
         self._cache = StaticCache(config=model.config, max_cache_len=prompt + steps + SPARE)

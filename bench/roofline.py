@@ -1,16 +1,22 @@
 """The bytes that a decode step has to read, which bound its time from below."""
 
-from megaflow.models.geometry import Geometry
+from megaflow.models.geometry import Experts, Geometry
 from megaflow.tasks.packing import padded
 
 ELEMENT_BYTES = 2  # weight matrices and the cache are bfloat16
 VECTOR_BYTES = 4  # norm weights are float32
 
 
-def step_bytes(model: Geometry, batch: int, context: int) -> int:
-    """Bytes that a decode step has to read: all weights once, and the keys and values of each sequence.
+def expected_active(experts: Experts, batch: int) -> float:
+    """Experts of a layer that a batch goes to, on average over tokens that choose theirs evenly and independently."""
+    return experts.count * (1 - (1 - experts.per_token / experts.count) ** batch)
 
-    Weights count as packed, in whole blocks. An embedding that is not the LM head too is read by the row,
+
+def step_bytes(model: Geometry, batch: int, context: int) -> int:
+    """Bytes that a decode step has to read: weights once, and the keys and values of each sequence.
+
+    Of a sparse layer only active experts count, as many as are expected (expected_active), not those of a
+    certain run. Weights count as packed, in whole blocks. An embedding that is not the LM head too is read by the row,
     one for each sequence.
 
     Args:
@@ -20,14 +26,23 @@ def step_bytes(model: Geometry, batch: int, context: int) -> int:
     def matrix(rows: int, columns: int) -> int:
         return padded(rows) * padded(columns) * ELEMENT_BYTES
 
-    layer = (
+    attention = (
         matrix(model.qkv_rows, model.hidden)
         + matrix(model.hidden, model.attention_width)
-        + matrix(2 * model.intermediate, model.hidden)
-        + matrix(model.hidden, model.intermediate)
         + VECTOR_BYTES * 2 * (model.hidden + model.head_dim)
     )
+
+    def mlp(width: int) -> int:
+        return matrix(2 * width, model.hidden) + matrix(model.hidden, width)
+
+    layers = model.layers * attention
+    sparse = 0
+    if experts := model.experts:
+        sparse = len(experts.layers)
+        active = expected_active(experts, batch) * mlp(experts.width)
+        layers += sparse * (matrix(experts.count, model.hidden) + round(active))
+    layers += (model.layers - sparse) * mlp(model.intermediate)
     head = matrix(model.vocab, model.hidden) + VECTOR_BYTES * model.hidden
     embedding = 0 if model.tied else batch * padded(model.hidden) * ELEMENT_BYTES
     position = 2 * model.layers * model.kv_heads * model.head_dim * ELEMENT_BYTES
-    return model.layers * layer + head + embedding + batch * context * position
+    return layers + head + embedding + batch * context * position

@@ -159,7 +159,7 @@ def describe_check(result: Result) -> str:
 
 def table_line(model: str, batch: str, engine: str, tpot: str, rate: str, mbu: str, check: str) -> str:
     """A line of the table."""
-    return f"{model:<11} {batch:>5}  {engine:<21} {tpot:>8} {rate:>9} {mbu:>6}  {check}"
+    return f"{model:<13} {batch:>5}  {engine:<21} {tpot:>8} {rate:>9} {mbu:>6}  {check}"
 
 
 def row_line(row: Row) -> str:

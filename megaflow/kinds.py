@@ -1,7 +1,7 @@
 """What a task kind is: the code and the rules for one sort of tile task.
 
-A kind is registered in megaflow.tasks.KINDS; its number is its place there. The persistent kernel calls `body`
-with a pointer to the operator's row of the operator table; `row` fills that row.
+A kind is registered in megaflow.tasks.KINDS; its number is its place among those that a model uses. The persistent
+kernel calls `body` with a pointer to the operator's row of the operator table; `row` fills that row.
 """
 
 from collections.abc import Callable, Mapping

@@ -120,7 +120,10 @@ class TiledOperator:
         tile_bytes: bytes of device memory that one tile reads, for load balance and the cost model.
         params: numbers that the tiling decided and the kernel needs.
         tile_flops: floating-point operations of one tile.
-        irregular: whether a tile's work depends on data that the host does not know (lengths, routing).
+        irregular: whether a tile's work depends on data that the host does not know (lengths, routing); tile_bytes and
+            tile_flops are then those of a tile that is full.
+        expected: irregular: on how many coordinates of the first axis, from 0 up, tiles are likely to be full, the
+            others empty; None: it follows the context, along the last axis.
         early_bytes: of tile_bytes, what a tile brings into the L2 cache while it waits for its inputs.
         readers: tiles that read the same bytes side by side, so that device memory serves one and L2 the others.
         source: name of the operator in the logical graph, where `name` is that of a part of it.
@@ -136,6 +139,7 @@ class TiledOperator:
     params: tuple[tuple[str, int], ...] = ()
     tile_flops: int = 0
     irregular: bool = False
+    expected: float | None = None
     early_bytes: int = 0
     readers: int = 1
     source: str = ""

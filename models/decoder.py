@@ -9,17 +9,18 @@ from megaflow.device import STOP_STEP
 from megaflow.errors import DeadlockError, InputError
 from megaflow.graph import Tensor
 from megaflow.kinds import Tiling
+from megaflow.models.experts import routing_symbols
 from megaflow.models.geometry import Geometry
 from megaflow.models.kv_cache import PagedKVCache
-from megaflow.models.planner import make_plan, operator_table
-from megaflow.models.qwen3 import ARRIVAL_LINE, LOGIT_PARTS, RESIDUAL_PARTS, qwen3_graph
+from megaflow.models.planner import kinds_of, make_plan, operator_table
+from megaflow.models.qwen3 import ARRIVAL_LINE, LOGIT_PARTS, qwen3_graph
+from megaflow.models.stream import RESIDUAL_PARTS
 from megaflow.models.tiling import kernel_config, smallest_rows, tiling
 from megaflow.models.tuning import tuned
 from megaflow.models.weights import Weights
 from megaflow.runtime import LoadedPlan, new_control
 from megaflow.scheduler import Auto, Schedule
 from megaflow.target import Device
-from megaflow.tasks import KINDS
 from megaflow.tasks.packing import padded
 from megaflow.tasks.select import MAX_EOS
 from megaflow.trace import Trace
@@ -88,6 +89,7 @@ class Decoder:
         limits = {
             "B": max_batch_size,
             RESIDUAL_PARTS.name: -(-model.hidden // smallest_rows(model, device)),
+            **routing_symbols(model.experts, max_batch_size),
             LOGIT_PARTS.name: -(-model.vocab // smallest_rows(model, device)),
         }
         for tensor in self.graph.tensors.values():
@@ -105,10 +107,10 @@ class Decoder:
         return tiling(self._model, self.batch, self._device, str(self._dtype).removeprefix("torch."))
 
     def _activation(self, tensor: Tensor, limits: dict[str, int]) -> torch.Tensor:
-        rows, width = tensor.bind(limits)
+        *rows, width = tensor.bind(limits)
         dtype = self._dtype if tensor.dtype == "model" else getattr(torch, tensor.dtype)
         # whole weight blocks wide; linear layers read the padding, which stays zero
-        return torch.zeros((rows, padded(width)), dtype=dtype, device=self._where)
+        return torch.zeros((*rows, padded(width)), dtype=dtype, device=self._where)
 
     def plan(self, schedule: Schedule) -> LoadedPlan:
         """The plan for the present batch size, made on first use; a schedule that tunes is timed then.
@@ -131,7 +133,8 @@ class Decoder:
         plan = make_plan(self.graph, cut, schedule, self._device.workers)
         control = new_control(self._where)
         table = operator_table(self.graph, plan, {**self.buffers, "stop_step": control[STOP_STEP.value :]})
-        return LoadedPlan(plan, table.to(self._where), control, [kind.body for kind in KINDS], cut.config)
+        bodies = [kind.body for kind in kinds_of(self.graph)]
+        return LoadedPlan(plan, table.to(self._where), control, bodies, cut.config)
 
     def _tuning_key(self) -> str:
         """What the fastest schedule depends on, besides the candidates."""

@@ -8,17 +8,46 @@ from megaflow.errors import ConfigError
 HEAD_DIMS = (64, 128)
 DEFAULT_SEQ_LEN = 2048
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # static kinds: cos and sin depend on the position alone
+MOST_EXPERTS = 512
+MOST_PER_TOKEN = 16
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Sizes of the sparse layers' mixture of experts.
+
+    Attributes:
+        count: experts of a layer; per_token: those that each token goes to (top-k).
+        width: of an expert's MLP.
+        normalized: whether the weights of a token's experts are divided by their sum.
+        layers: numbers of the sparse layers; the others have a dense MLP.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    normalized: bool
+    layers: tuple[int, ...]
+
+    def pairs(self, batch: int) -> int:
+        """Pairs of a token and one of its experts in a batch."""
+        return batch * self.per_token
+
+    def most_active(self, batch: int) -> int:
+        """The most experts that a batch can go to."""
+        return min(self.count, self.pairs(batch))
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of a Qwen3 dense model.
+    """Sizes of a Qwen3 model.
 
     Attributes:
-        hidden: width of the residual stream; intermediate: width of the MLP.
+        hidden: width of the residual stream; intermediate: width of a dense layer's MLP.
         heads, kv_heads: attention heads and KV heads; head_dim: width of each.
         vocab: rows of the embedding; tied: whether the LM head is the embedding.
         eps: of every RMSNorm; max_positions: the context the configuration allows.
+        experts: of the sparse layers, None in a model without any.
     """
 
     layers: int
@@ -31,6 +60,11 @@ class Geometry:
     tied: bool
     eps: float
     max_positions: int
+    experts: Experts | None = None
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts instead of a dense MLP."""
+        return self.experts is not None and layer in self.experts.layers
 
     @property
     def group(self) -> int:
@@ -60,13 +94,13 @@ class Geometry:
 
 
 def read_geometry(config: Any) -> Geometry:
-    """The geometry of a transformers Qwen3Config.
+    """The geometry of a transformers Qwen3Config or Qwen3MoeConfig.
 
     Raises:
         ConfigError: for another architecture, a quantised checkpoint, or a field whose value is not supported.
     """
-    if config.model_type != "qwen3":
-        raise ConfigError(f"model_type is {config.model_type!r}; megaflow decodes 'qwen3' (dense) models")
+    if config.model_type not in ("qwen3", "qwen3_moe"):
+        raise ConfigError(f"model_type is {config.model_type!r}; megaflow decodes 'qwen3' and 'qwen3_moe' models")
     if getattr(config, "quantization_config", None) is not None:
         method = dict(config.quantization_config).get("quant_method", "unknown")
         raise ConfigError(
@@ -77,11 +111,13 @@ def read_geometry(config: Any) -> Geometry:
     _require(not config.attention_bias, "attention_bias", config.attention_bias, "False")
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     _require(layer_types == {"full_attention"}, "layer_types", sorted(layer_types), "only 'full_attention'")
-    _require(config.head_dim in HEAD_DIMS, "head_dim", config.head_dim, f"one of {HEAD_DIMS}")
-    for field in ("hidden_size", "intermediate_size"):
-        value = getattr(config, field)
-        _require(value % 16 == 0, field, value, "a multiple of 16")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads  # as transformers does
+    _require(head_dim in HEAD_DIMS, "head_dim", head_dim, f"one of {HEAD_DIMS}")
+    experts = _read_experts(config) if config.model_type == "qwen3_moe" else None
+    dense = experts is None or len(experts.layers) < config.num_hidden_layers
+    for field in ("hidden_size", *(["intermediate_size"] if dense else [])):
+        _require_multiple_of_16(config, field)
     _require(heads % kv_heads == 0, "num_key_value_heads", kv_heads, f"a divisor of {heads} attention heads")
     rope = getattr(config, "rope_parameters", None) or {}
     partial = rope.get("partial_rotary_factor", 1.0)
@@ -94,12 +130,36 @@ def read_geometry(config: Any) -> Geometry:
         intermediate=config.intermediate_size,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=config.head_dim,
+        head_dim=head_dim,
         vocab=config.vocab_size,
         tied=bool(config.tie_word_embeddings),
         eps=config.rms_norm_eps,
         max_positions=config.max_position_embeddings,
+        experts=experts,
     )
+
+
+def _read_experts(config: Any) -> Experts | None:
+    """The experts of a Qwen3MoeConfig, None if all its layers are dense. Raises ConfigError."""
+    _require(not config.use_sliding_window, "use_sliding_window", config.use_sliding_window, "False")
+    count, per_token, step = config.num_experts, config.num_experts_per_tok, config.decoder_sparse_step
+    _require(0 <= count <= MOST_EXPERTS, "num_experts", count, f"0 to {MOST_EXPERTS}")
+    _require(step >= 1, "decoder_sparse_step", step, "1 or more")
+    if count == 0:
+        return None
+    dense = set(config.mlp_only_layers or [])
+    layers = tuple(i for i in range(config.num_hidden_layers) if i not in dense and (i + 1) % step == 0)
+    if not layers:
+        return None
+    most = min(MOST_PER_TOKEN, count)
+    _require(1 <= per_token <= most, "num_experts_per_tok", per_token, f"1 to {most}")
+    _require_multiple_of_16(config, "moe_intermediate_size")
+    return Experts(count, per_token, config.moe_intermediate_size, bool(config.norm_topk_prob), layers)
+
+
+def _require_multiple_of_16(config: Any, field: str) -> None:
+    value = getattr(config, field)
+    _require(value > 0 and value % 16 == 0, field, value, "a multiple of 16")
 
 
 def _require(holds: bool, field: str, value: object, limit: str) -> None:

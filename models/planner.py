@@ -5,26 +5,36 @@ from dataclasses import replace
 import torch
 
 from megaflow.graph import Graph
-from megaflow.kinds import Buffers, Tiling
+from megaflow.kinds import Buffers, TaskKind, Tiling
 from megaflow.plan import Plan
+from megaflow.regions import MicroBatch, TiledOperator
 from megaflow.scheduler import Program, Schedule
 from megaflow.tasks import KINDS
 
 KINDS_BY_NAME = {kind.name: kind for kind in KINDS}
-KIND_NUMBERS = {kind.name: number for number, kind in enumerate(KINDS)}
+
+
+def kinds_of(graph: Graph) -> tuple[TaskKind, ...]:
+    """The task kinds that a graph uses. The kernel is compiled with no others; a kind's number is its place here."""
+    used = {op.kind for op in graph.operators}
+    return tuple(kind for kind in KINDS if kind.name in used)
+
+
+def kind_numbers(graph: Graph) -> dict[str, int]:
+    """The number of each task kind that a graph uses, by name."""
+    return {kind.name: number for number, kind in enumerate(kinds_of(graph))}
 
 
 def program_of(graph: Graph, tiling: Tiling) -> Program:
     """The graph's operators, cut into tiles. Raises PlanError if one cannot be."""
-    operators = tuple(KINDS_BY_NAME[op.kind].cut(op, tiling) for op in graph.operators)
 
-    return Program(
-        operators,
-        tiling.batch,
-        lambda index, part: KINDS_BY_NAME[graph.operators[index].kind].cut(
-            graph.operators[index], replace(tiling, part=part)
-        ),
-    )
+    def cut(index: int, part: MicroBatch | None) -> TiledOperator:
+        op = graph.operators[index]
+        return KINDS_BY_NAME[op.kind].cut(op, replace(tiling, part=part))
+
+    operators = tuple(cut(index, None) for index in range(len(graph.operators)))
+    grouped = any(op.kind == "group" for op in graph.operators)  # tokens by expert, over the whole batch
+    return Program(operators, tiling.batch, None if grouped else cut)
 
 
 def make_plan(graph: Graph, tiling: Tiling, schedule: Schedule, workers: int) -> Plan:
@@ -34,7 +44,7 @@ def make_plan(graph: Graph, tiling: Tiling, schedule: Schedule, workers: int) ->
         PlanError: if the graph cannot be planned.
         ScheduleError: if the schedule is not valid for it.
     """
-    return schedule.plan(program_of(graph, tiling), workers, KIND_NUMBERS)
+    return schedule.plan(program_of(graph, tiling), workers, kind_numbers(graph))
 
 
 def operator_table(graph: Graph, plan: Plan, buffers: Buffers) -> torch.Tensor:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from megaflow.models.geometry import Geometry
+from megaflow.models.geometry import Experts, Geometry
 from megaflow.models.kv_cache import PagedKVCache
 from megaflow.models.weights import Weights
+from megaflow.tasks.packing import PackedWeight, padded
 
 HEAD_ROWS = 16384  # rows of the LM head that are unpacked at a time
 
@@ -19,6 +20,53 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     """Rotary embedding, rotate-half convention. x [n, heads, head_dim]; cos, sin [n, head_dim] float32."""
     left, right = x.chunk(2, -1)
     return x * cos[:, None] + torch.cat((-right, left), -1) * sin[:, None]
+
+
+def gated(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up in float32; gate and up columns alternate in [n, 2 * width]."""
+    gate, up = gate_up.float().unflatten(1, (-1, 2)).unbind(2)
+    return functional.silu(gate) * up
+
+
+def choose_experts(experts: Experts, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers and weights of each token's experts, int64 and float32 [n, per_token], from logits float32 [n, count].
+
+    Of experts with the same probability the one with the lower number comes first.
+    """
+    probability, number = logits.softmax(1).sort(dim=1, descending=True, stable=True)
+    weight, chosen = probability[:, : experts.per_token], number[:, : experts.per_token]
+    return chosen, weight / weight.sum(1, keepdim=True) if experts.normalized else weight
+
+
+def mix_experts(experts: Experts, weights: Weights, layer: str, x: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of the outputs of each token's experts, float32 [n, hidden], one expert at a time.
+
+    Args:
+        layer: what the names of the layer's weights begin with.
+        x: [n, hidden], in the dtype of the weights.
+    """
+    width, hidden = experts.width, x.shape[1]
+    # the router is small and its choice is not to depend on how its logits are rounded
+    logits = x.float() @ weights.matrices[layer + "router"].unpack().float().T
+    chosen, weight = choose_experts(experts, logits)
+    gate_up, down = weights.matrices[layer + "expert_gate_up"], weights.matrices[layer + "expert_down"]
+    by_expert = chosen.flatten().argsort(stable=True)
+    counts = chosen.flatten().bincount(minlength=experts.count).tolist()
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert, pairs in enumerate(by_expert.split(counts)):
+        if len(pairs) == 0:
+            continue
+        token = pairs // experts.per_token
+        middle = gated(functional.linear(x[token], expert_matrix(gate_up, expert, 2 * width))).to(x.dtype)
+        y = functional.linear(middle, expert_matrix(down, expert, hidden))
+        out.index_add_(0, token, y * weight.flatten()[pairs, None])
+    return out
+
+
+def expert_matrix(packed: PackedWeight, expert: int, rows: int) -> torch.Tensor:
+    """[rows, columns] of one expert; each expert's rows are padded to whole blocks."""
+    first = expert * padded(rows)
+    return packed.unpack(first, first + rows)
 
 
 @torch.no_grad()
@@ -67,8 +115,12 @@ def prefill(
             out = functional.scaled_dot_product_attention(q_h, k_h, v_h, is_causal=True, enable_gqa=True)
             attended.append(out[0].transpose(0, 1).flatten(1))
         h = h + linear(torch.cat(attended), name + "o_proj")
-        gate, up = linear(norm(h, name + "mlp_norm"), name + "gate_up").float().unflatten(1, (-1, 2)).unbind(2)
-        h = h + linear(functional.silu(gate) * up, name + "down")
+        x = norm(h, name + "mlp_norm")
+        if model.is_sparse(layer):
+            assert model.experts is not None
+            h = h + mix_experts(model.experts, weights, name, x.to(dtype))
+        else:
+            h = h + linear(gated(linear(x, name + "gate_up")), name + "down")
 
     ends = torch.tensor(lengths, device=device).cumsum(0) - 1
     last = norm(h[ends], "final_norm").to(dtype)

@@ -1,43 +1,14 @@
-"""The Qwen3 dense model as a logical graph: one decode step of B sequences.
-
-The graph reads like the model's formula. The residual stream travels as three tensors: h itself (float32),
-h * gamma of the RMSNorm that comes next (the input of the next linear layer), and partial sums of squares of h,
-from which that layer takes the norm's scale.
-"""
-
-from dataclasses import dataclass
+"""The Qwen3 model, dense or with experts, as a logical graph: one decode step of B sequences."""
 
 from megaflow.graph import BATCH, Graph, Symbol, Tensor
+from megaflow.models.experts import sparse_mlp
 from megaflow.models.geometry import Geometry
+from megaflow.models.stream import Names, Stream, linear, norm_weight, residual
 
-RESIDUAL_PARTS = Symbol("residual_parts")  # tiles of a residual linear along its rows
 LOGIT_PARTS = Symbol("logit_parts")  # tiles of the LM head along its rows
 PAGES = Symbol("pages")  # of a sequence, in the block table
 STEPS = Symbol("steps")  # of a launch
 ARRIVAL_LINE = 32  # int32 in a 128-byte line, which each arrival counter has to itself
-
-
-@dataclass(frozen=True)
-class Stream:
-    """The residual stream between two blocks: h, the next norm's input, the sums of squares of h."""
-
-    h: Tensor
-    normed: Tensor
-    ssq: Tensor
-
-
-@dataclass(frozen=True)
-class Names:
-    """The names of one layer's weights, as in megaflow.models.weights."""
-
-    layer: int
-
-    def __call__(self, part: str) -> str:
-        return f"layers.{self.layer}.{part}"
-
-
-def norm_weight(name: str, width: int) -> Tensor:
-    return Tensor(name, (width,), "float32")
 
 
 def qwen3_graph(model: Geometry, max_length: int) -> Graph:
@@ -79,38 +50,26 @@ def qwen3_graph(model: Geometry, max_length: int) -> Graph:
 
 
 def decoder_layer(g: Graph, model: Geometry, name: Names, stream: Stream, following: str, max_length: int) -> Stream:
-    """h += o_proj(attention(qkv(norm(h)))); h += down(silu(gate(norm(h))) * up(norm(h)))."""
+    """h += o_proj(attention(qkv(norm(h)))); h += mlp(norm(h)). `following` names the norm that comes next."""
     qkv = Tensor("qkv", (BATCH, model.qkv_rows), "float32")
     attended = Tensor("attended", (BATCH, model.attention_width))
-    activated = Tensor("activated", (BATCH, model.intermediate))
 
     linear(g, name("qkv"), stream, Tensor(name("qkv"), (model.qkv_rows, model.hidden)), {"out": qkv}, "store")
     attention(g, model, name, qkv, attended, max_length)
     o_proj = Tensor(name("o_proj"), (model.hidden, model.attention_width))
     stream = residual(g, name("o_proj"), attended, o_proj, stream, norm_weight(name("mlp_norm"), model.hidden))
+    gamma = norm_weight(following, model.hidden)
+    mlp = sparse_mlp if model.is_sparse(name.layer) else dense_mlp
+    return mlp(g, model, name, stream, gamma)
+
+
+def dense_mlp(g: Graph, model: Geometry, name: Names, stream: Stream, gamma: Tensor) -> Stream:
+    """h += down(silu(gate(norm(h))) * up(norm(h)))."""
+    activated = Tensor("activated", (BATCH, model.intermediate))
     gate_up = Tensor(name("gate_up"), (2 * model.intermediate, model.hidden))
     linear(g, name("gate_up"), stream, gate_up, {"out": activated}, "silu")
     down = Tensor(name("down"), (model.hidden, model.intermediate))
-    return residual(g, name("down"), activated, down, stream, norm_weight(following, model.hidden))
-
-
-def linear(g: Graph, name: str, stream: Stream, weight: Tensor, outputs: dict[str, Tensor], epilogue: str) -> None:
-    """outputs = epilogue(weight @ norm(h))."""
-    g.add(name, "linear", {"x": stream.normed, "ssq": stream.ssq, "weight": weight}, outputs, epilogue=epilogue)
-
-
-def residual(g: Graph, name: str, x: Tensor, weight: Tensor, stream: Stream, gamma: Tensor) -> Stream:
-    """h + weight @ x, and what the RMSNorm with weight `gamma` needs of it."""
-    other = Tensor("h_attended" if stream.h.name == "h" else "h", stream.h.shape, "float32")  # never in place
-    after = Stream(other, stream.normed, Tensor("ssq", (BATCH, RESIDUAL_PARTS), "float32"))
-    g.add(
-        name,
-        "linear",
-        {"x": x, "weight": weight, "h": stream.h, "gamma": gamma},
-        {"h_out": after.h, "out": after.normed, "ssq_out": after.ssq},
-        epilogue="residual",
-    )
-    return after
+    return residual(g, name("down"), activated, down, stream, gamma)
 
 
 def attention(g: Graph, model: Geometry, name: Names, qkv: Tensor, out: Tensor, max_length: int) -> None:

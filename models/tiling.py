@@ -1,8 +1,10 @@
 """Tile sizes for a model on a device: the small set of compiled kernels and their workers."""
 
 from megaflow.kinds import KernelConfig, Tiling
+from megaflow.models.experts import routing_symbols
 from megaflow.models.geometry import Geometry
-from megaflow.models.qwen3 import LOGIT_PARTS, RESIDUAL_PARTS
+from megaflow.models.qwen3 import LOGIT_PARTS
+from megaflow.models.stream import RESIDUAL_PARTS
 from megaflow.target import Device
 from megaflow.tasks.linear import row_tiles
 
@@ -45,6 +47,7 @@ def tiling(model: Geometry, batch: int, device: Device, dtype: str) -> Tiling:
         "B": batch,
         RESIDUAL_PARTS.name: row_tiles(model.hidden, config, device.tiling_workers, token_tiles),
         LOGIT_PARTS.name: row_tiles(model.vocab, config, device.tiling_workers, token_tiles),
+        **routing_symbols(model.experts, batch),
     }
     return Tiling(config, device.tiling_workers, symbols)
 

@@ -1,8 +1,4 @@
-"""Reading a checkpoint into packed weights, tensor by tensor, with one copy on the device.
-
-Which checkpoint tensors go into which fused one is told by a table (weight_table). Fused rows are ordered for
-the tasks that read them: qkv by KV head (its query heads, its key, its value), gate and up rows alternating.
-"""
+"""Reading a checkpoint into packed weights, tensor by tensor, with one copy on the device."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -18,19 +14,11 @@ from tqdm import tqdm
 
 from megaflow.errors import CheckpointError
 from megaflow.models.geometry import Geometry
+from megaflow.models.weighttable import fused_experts, weight_table
 from megaflow.tasks.packing import PackedWeight
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where a checkpoint tensor goes: a matrix into rows of a fused weight, or a vector (rows is None)."""
-
-    name: str
-    shape: tuple[int, ...]
-    rows: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -43,46 +31,6 @@ class Weights:
     def buffers(self) -> dict[str, torch.Tensor]:
         """The device tensors by the names that the graph uses."""
         return {name: weight.data for name, weight in self.matrices.items()} | dict(self.vectors)
-
-
-def weight_table(model: Geometry) -> dict[str, Target]:
-    """Checkpoint name -> target, for all tensors of a Qwen3 dense checkpoint."""
-    head = torch.arange(model.head_dim)
-    per_group = (model.group + 2) * model.head_dim
-    groups = torch.arange(model.kv_heads)[:, None] * per_group
-
-    def head_rows(place: torch.Tensor) -> torch.Tensor:
-        return (groups[:, :, None] + place[None, :, None] * model.head_dim + head).reshape(-1)
-
-    hidden, middle = model.hidden, model.intermediate
-    table = {
-        "model.embed_tokens.weight": Target("embedding", (model.vocab, hidden), torch.arange(model.vocab)),
-        "model.norm.weight": Target("final_norm", (hidden,), None),
-    }
-    if not model.tied:
-        table["lm_head.weight"] = Target("lm_head", (model.vocab, hidden), torch.arange(model.vocab))
-    q_rows = head_rows(torch.arange(model.group))
-    k_rows = head_rows(torch.tensor([model.group]))
-    v_rows = head_rows(torch.tensor([model.group + 1]))
-    kv_shape = (model.kv_heads * model.head_dim, hidden)
-    for i in range(model.layers):
-        layer = {
-            "input_layernorm": Target("attn_norm", (hidden,), None),
-            "self_attn.q_proj": Target("qkv", (model.attention_width, hidden), q_rows),
-            "self_attn.k_proj": Target("qkv", kv_shape, k_rows),
-            "self_attn.v_proj": Target("qkv", kv_shape, v_rows),
-            "self_attn.q_norm": Target("q_norm", (model.head_dim,), None),
-            "self_attn.k_norm": Target("k_norm", (model.head_dim,), None),
-            "self_attn.o_proj": Target("o_proj", (hidden, model.attention_width), torch.arange(hidden)),
-            "post_attention_layernorm": Target("mlp_norm", (hidden,), None),
-            "mlp.gate_proj": Target("gate_up", (middle, hidden), 2 * torch.arange(middle)),
-            "mlp.up_proj": Target("gate_up", (middle, hidden), 2 * torch.arange(middle) + 1),
-            "mlp.down_proj": Target("down", (hidden, middle), torch.arange(hidden)),
-        }
-        for part, target in layer.items():
-            name = f"layers.{i}.{target.name}"
-            table[f"model.layers.{i}.{part}.weight"] = Target(name, target.shape, target.rows)
-    return table
 
 
 def checkpoint_files(source: str | Path) -> list[Path]:
@@ -140,20 +88,22 @@ def load_weights(
         tensors: Iterator[tuple[str, torch.Tensor]] = iter(source.state_dict().items())
     else:
         tensors = read_files(checkpoint_files(source))
-    table = weight_table(model)
+    required = weight_table(model)
+    table = required | fused_experts(model)
     matrices: dict[str, PackedWeight] = {}
     vectors: dict[str, torch.Tensor] = {}
-    fused_rows: dict[str, int] = {}
+    heights: dict[str, int] = {}
     for target in table.values():
-        if target.rows is not None:
-            fused_rows[target.name] = fused_rows.get(target.name, 0) + target.shape[0]
-    missing = set(table)
-    with tqdm(total=len(table), desc="weights", unit="tensor", disable=not progress) as bar:
+        heights[target.name] = max(heights.get(target.name, 0), target.end)
+    missing = set(required)
+    with tqdm(total=len(required), desc="weights", unit="tensor", disable=not progress) as bar:
         for name, tensor in tensors:
             if name == "lm_head.weight" and model.tied:
                 continue
             if name not in table:
-                raise CheckpointError(f"tensor {name} has no place in a Qwen3 dense model; is it the right checkpoint?")
+                raise CheckpointError(
+                    f"tensor {name} has no place in a Qwen3 model of this configuration; is it the right checkpoint?"
+                )
             target = table[name]
             if tuple(tensor.shape) != target.shape:
                 raise CheckpointError(
@@ -164,11 +114,10 @@ def load_weights(
                 vectors[target.name] = tensor.to(device, torch.float32, copy=True)
             else:
                 if target.name not in matrices:
-                    shape = (fused_rows[target.name], target.shape[1])
-                    matrices[target.name] = PackedWeight.empty(*shape, dtype, device)
-                matrices[target.name].write_rows(target.rows, tensor)
-            missing.discard(name)
-            bar.update()
+                    matrices[target.name] = PackedWeight.empty(heights[target.name], target.shape[-1], dtype, device)
+                matrices[target.name].write_rows(target.first + target.rows, tensor.flatten(0, -2))
+            missing.difference_update(target.instead_of or {name})
+            bar.update(len(required) - len(missing) - bar.n)
     if missing:
         raise CheckpointError(f"{len(missing)} tensors are missing, the first is {min(missing)}; copy all shards")
     return Weights(matrices, vectors)

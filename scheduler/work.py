@@ -14,6 +14,8 @@ def shares(op: TiledOperator, fill: float) -> np.ndarray:
     """The share of its full work that each tile of an operator has, [tiles]."""
     if not op.irregular:
         return np.ones(op.tiles)
+    if op.expected is not None:
+        return np.repeat(np.clip(op.expected - np.arange(op.grid[0]), 0, 1), op.tiles // op.grid[0])
     last = op.grid[-1]
     return np.resize(np.clip(fill * last - np.arange(last), 0, 1), op.tiles)
 
@@ -22,7 +24,7 @@ class Work:
     """What each task has to do, as Python lists of N floats.
 
     Args:
-        fill: share of their full work that irregular operators have.
+        fill: share of their full work that irregular operators have, where the context decides.
 
     Attributes:
         load: bytes that a task reads; early: those of them that it prefetches.

@@ -1,10 +1,14 @@
 """Tile tasks: one file for each kind, with its Triton body, its tiling and its torch oracle."""
 
 from megaflow.tasks.attention import ATTENTION
+from megaflow.tasks.combine import COMBINE
 from megaflow.tasks.embedding import EMBEDDING
+from megaflow.tasks.expert_linear import EXPERT_LINEAR
+from megaflow.tasks.group import GROUP
 from megaflow.tasks.linear import LINEAR
 from megaflow.tasks.select import SELECT
+from megaflow.tasks.topk import TOPK
 
-KINDS = (EMBEDDING, LINEAR, ATTENTION, SELECT)
+KINDS = (EMBEDDING, LINEAR, ATTENTION, SELECT, TOPK, GROUP, EXPERT_LINEAR, COMBINE)
 
-__all__ = ["ATTENTION", "EMBEDDING", "KINDS", "LINEAR", "SELECT"]
+__all__ = ["ATTENTION", "COMBINE", "EMBEDDING", "EXPERT_LINEAR", "GROUP", "KINDS", "LINEAR", "SELECT", "TOPK"]

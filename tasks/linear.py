@@ -16,119 +16,43 @@ from megaflow.kinds import Buffers, KernelConfig, TaskKind, Tiling
 from megaflow.regions import Access, Span, TiledOperator
 from megaflow.tasks.common import by_role, number, pointer
 from megaflow.tasks.linear_oracle import oracle, run_tile
-from megaflow.tasks.packing import BLOCK, blocks
+from megaflow.tasks.packing import BLOCK
+from megaflow.tasks.product import (
+    BATCH,
+    EPILOGUE,
+    K_BLOCKS,
+    LOGITS,
+    NORM_WIDTH,
+    PARTS,
+    PRODUCT_FIELDS,
+    RESIDUAL,
+    RESIDUAL_FIELDS,
+    ROWS,
+    RUN,
+    SILU,
+    SSQ_OUT,
+    SSQ_OUT_STRIDE,
+    WEIGHT_BLOCK,
+    X_STRIDE,
+    W,
+    X,
+    add_residual,
+    empty_product,
+    multiply,
+    norm_scale,
+    product_row,
+    reduce_product,
+    residual_row,
+    squares,
+    store_product,
+    store_silu,
+    sub_tile,
+)
 
-FIELDS = (
-    "x", "x_stride", "w", "k_blocks", "rows", "run", "epilogue", "batch",
-    "ssq_in", "ssq_in_stride", "parts", "norm_width",
-    "out", "out_stride",
-    "h", "h_out", "h_stride", "gamma", "ssq_out", "ssq_out_stride",
-    "best_value", "best_index", "best_stride",
-)  # fmt: skip
-(X, X_STRIDE, W, K_BLOCKS, ROWS, RUN, EPILOGUE, BATCH,
- SSQ_IN, SSQ_IN_STRIDE, PARTS, NORM_WIDTH,
- OUT, OUT_STRIDE,
- H, H_OUT, H_STRIDE, GAMMA, SSQ_OUT, SSQ_OUT_STRIDE,
- BEST_VALUE, BEST_INDEX, BEST_STRIDE) = map(tl.constexpr, range(len(FIELDS)))  # fmt: skip
+FIELDS = (*PRODUCT_FIELDS, *RESIDUAL_FIELDS, "best_value", "best_index", "best_stride")
+BEST_VALUE, BEST_INDEX, BEST_STRIDE = map(tl.constexpr, range(len(FIELDS) - 3, len(FIELDS)))
 
-EPILOGUES = ("store", "residual", "silu", "logits")
-STORE, RESIDUAL, SILU, LOGITS = map(tl.constexpr, range(len(EPILOGUES)))
-
-WEIGHT_BLOCK = tl.constexpr(BLOCK)
-PART_BLOCK = tl.constexpr(256)
 LONGEST_RUN = 32
-
-
-@jit
-def multiply(acc, x, x_stride, w, k, k_blocks, o_t, m_t, CONFIG: tl.constexpr):
-    """Add the product of weight blocks k to k + KB (of one sub-tile, at w) and the input's same columns to acc.
-
-    One token: multiply and add in registers, acc is [KB, rows, 64]. Several: KB products side by side on the
-    tensor cores, so that each warp has its own part of K; acc is [KB, rows, tokens].
-    """
-    B: tl.constexpr = WEIGHT_BLOCK
-    KB: tl.constexpr = CONFIG.k_blocks
-    T: tl.constexpr = CONFIG.tokens
-    o_k = k + tl.arange(0, KB)
-    o_n = tl.arange(0, CONFIG.rows)
-    o_c = tl.arange(0, B)
-    m_k = o_k < k_blocks
-    p_w = w + (o_k[:, None, None] * (B * B) + o_n[None, :, None] * B + o_c[None, None, :])
-    wt = tl.load(tl.multiple_of(p_w, (1, 1, 16)), mask=m_k[:, None, None], other=0.0)
-    if T == 1:
-        p_x = x + tl.sum(o_t) * x_stride + (o_k[:, None] * B + o_c[None, :])
-        xt = tl.load(tl.multiple_of(p_x, (1, 16)), mask=m_k[:, None], other=0.0)
-        return acc + wt.to(tl.float32) * xt.to(tl.float32)[:, None, :]
-    else:
-        p_x = x + o_t[None, None, :] * x_stride + (o_k[:, None, None] * B + o_c[None, :, None])
-        m_x = m_k[:, None, None] & m_t[None, None, :]
-        xt = tl.load(tl.multiple_of(p_x, (1, 16, 1)), mask=m_x, other=0.0)
-        return tl.dot(wt, xt, acc, input_precision="ieee")
-
-
-@jit
-def empty_product(CONFIG: tl.constexpr):
-    """The accumulator of `multiply`, zero."""
-    KB: tl.constexpr = CONFIG.k_blocks
-    R: tl.constexpr = CONFIG.rows
-    LAST: tl.constexpr = WEIGHT_BLOCK if CONFIG.tokens == 1 else CONFIG.tokens
-    return tl.full([KB, R, LAST], 0.0, tl.float32)
-
-
-@jit
-def reduce_product(acc, CONFIG: tl.constexpr):
-    """float32 [rows, tokens] from the accumulator of `multiply`."""
-    if CONFIG.tokens == 1:
-        return tl.sum(tl.sum(acc, 2), 0)[:, None]
-    else:
-        return tl.sum(acc, 0)
-
-
-@jit
-def squares(row, o_t, m_t, CONFIG: tl.constexpr):
-    """The partial sums of squares that the producer's tiles left, as float32 [tokens, n] with the same sum.
-
-    For one token the last addition, across threads, is left until the product is done: its latency hides there.
-    """
-    T: tl.constexpr = CONFIG.tokens
-    PB: tl.constexpr = PART_BLOCK if T == 1 else 32
-    parts = number(row, PARTS)
-    p_ssq = pointer(row, SSQ_IN, tl.float32) + o_t * number(row, SSQ_IN_STRIDE)
-    total = tl.full([T, PB], 0.0, tl.float32)
-    for first in range(0, parts, PB):
-        o_p = first + tl.arange(0, PB)
-        total += tl.load(p_ssq[:, None] + o_p[None, :], mask=m_t[:, None] & (o_p < parts)[None, :], other=0.0)
-    if T == 1:
-        return total
-    else:
-        return tl.sum(total, 1)[:, None]
-
-
-@jit
-def store_silu(row, y, first_row, o_t, m_t, CONFIG: tl.constexpr):
-    """out = silu(gate) * up; gate and up rows alternate in y [rows, tokens]."""
-    R: tl.constexpr = CONFIG.rows
-    T: tl.constexpr = CONFIG.tokens
-    gate, up = tl.split(tl.permute(tl.reshape(y, (R // 2, 2, T)), (0, 2, 1)))
-    o_f = first_row // 2 + tl.arange(0, R // 2)
-    p_out = pointer(row, OUT, CONFIG.element) + o_t[None, :] * number(row, OUT_STRIDE) + o_f[:, None]
-    act = gate * tl.sigmoid(gate) * up
-    tl.store(p_out, act.to(CONFIG.element), mask=(o_f < number(row, ROWS) // 2)[:, None] & m_t[None, :])
-
-
-@jit
-def add_residual(row, y, o_n, o_t, mask, CONFIG: tl.constexpr):
-    """h_out = h + y; out = h_out * gamma, the next RMSNorm's input. Returns the sum of squares by token.
-
-    Not in place: small tiles are replicated over threads, and one would write h before another has read it.
-    """
-    h_offsets = o_t[None, :] * number(row, H_STRIDE) + o_n[:, None]
-    h = y + tl.load(pointer(row, H, tl.float32) + h_offsets, mask=mask, other=0.0)
-    tl.store(pointer(row, H_OUT, tl.float32) + h_offsets, h, mask=mask)
-    gamma = tl.load(pointer(row, GAMMA, tl.float32) + o_n, mask=o_n < number(row, ROWS), other=0.0)
-    p_out = pointer(row, OUT, CONFIG.element) + o_t[None, :] * number(row, OUT_STRIDE) + o_n[:, None]
-    tl.store(p_out, (h * gamma[:, None]).to(CONFIG.element), mask=mask)
-    return tl.sum(tl.where(mask, h * h, 0.0), 0)
 
 
 @jit
@@ -152,7 +76,7 @@ def linear_body(row, c_row, c_token, c_unused, step, inputs, CONFIG: tl.constexp
     sub_tiles = tl.minimum(run, (rows - first + R - 1) // R)
 
     o_k = tl.arange(0, CONFIG.prefetch)
-    w = weight + (first // B).to(tl.int64) * k_blocks * (B * B) + (first % B) * B
+    w = sub_tile(weight, first, k_blocks)
     prefetch(w + (o_k[:, None] * (B * B) + tl.arange(0, R)[None, :] * B), (o_k < k_blocks)[:, None])
     await_inputs(inputs)
     sums = squares(row, o_t, m_t, CONFIG)
@@ -166,11 +90,10 @@ def linear_body(row, c_row, c_token, c_unused, step, inputs, CONFIG: tl.constexp
     for i in tl.range(0, sub_tiles * rounds, num_stages=CONFIG.stages):
         first_row = first + i // rounds * R
         k = i % rounds * KB
-        w = weight + (first_row // B).to(tl.int64) * k_blocks * (B * B) + (first_row % B) * B
+        w = sub_tile(weight, first_row, k_blocks)
         acc = multiply(acc, x, x_stride, w, k, k_blocks, o_t, m_t, CONFIG)
         if k + KB >= k_blocks:
-            scale = tl.where(parts > 0, tl.rsqrt(tl.sum(sums, 1) / width + CONFIG.eps), 1.0)
-            y = reduce_product(acc, CONFIG) * scale[None, :]
+            y = reduce_product(acc, CONFIG) * norm_scale(sums, parts, width, CONFIG)[None, :]
             acc = empty_product(CONFIG)
             o_n = first_row + tl.arange(0, R)
             mask = (o_n < rows)[:, None] & m_t[None, :]
@@ -179,8 +102,7 @@ def linear_body(row, c_row, c_token, c_unused, step, inputs, CONFIG: tl.constexp
             elif epilogue == RESIDUAL:
                 ssq += add_residual(row, y, o_n, o_t, mask, CONFIG)
             else:
-                p_out = pointer(row, OUT, tl.float32) + o_t[None, :].to(tl.int64) * number(row, OUT_STRIDE)
-                tl.store(p_out + o_n[:, None], y, mask=mask)
+                store_product(row, y, o_n, o_t, mask)
                 if epilogue == LOGITS:
                     candidate = tl.where(mask, y, float("-inf"))
                     tile_best = tl.max(candidate, 0)
@@ -259,35 +181,9 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
 
 def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     at = by_role(op, buffers)
-    rows, columns = op.tensor("weight").bind({})
-    values = {
-        "x": at("x").data_ptr(),
-        "x_stride": at("x").stride(0),
-        "w": at("weight").data_ptr(),
-        "k_blocks": blocks(columns),
-        "rows": rows,
-        "run": tiled.param("run"),
-        "batch": tiled.param("batch"),
-        "epilogue": EPILOGUES.index(op.attrs["epilogue"]),
-        "out": at("out").data_ptr(),
-        "out_stride": at("out").stride(0),
-    }
-    if "ssq" in op.inputs:
-        values |= {
-            "ssq_in": at("ssq").data_ptr(),
-            "ssq_in_stride": at("ssq").stride(0),
-            "parts": tiled.param("parts"),
-            "norm_width": columns,
-        }
+    values = product_row(op, tiled, buffers) | {"batch": tiled.param("batch")}
     if op.attrs["epilogue"] == "residual":
-        values |= {
-            "h": at("h").data_ptr(),
-            "h_out": at("h_out").data_ptr(),
-            "h_stride": at("h").stride(0),
-            "gamma": at("gamma").data_ptr(),
-            "ssq_out": at("ssq_out").data_ptr(),
-            "ssq_out_stride": at("ssq_out").stride(0),
-        }
+        values |= residual_row(op, buffers)
     if op.attrs["epilogue"] == "logits":
         values |= {
             "best_value": at("best_value").data_ptr(),

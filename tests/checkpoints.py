@@ -1,34 +1,63 @@
-"""Small random Qwen3 models for tests."""
+"""Small random Qwen3 models for tests, dense ones and ones with experts."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+Qwen3 = Qwen3ForCausalLM | Qwen3MoeForCausalLM
+T = TypeVar("T", Qwen3ForCausalLM, Qwen3MoeForCausalLM)
+
+FIELDS = {
+    "vocab_size": 293,
+    "hidden_size": 80,
+    "intermediate_size": 208,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+EXPERT_FIELDS = {  # with less of everything else, since experts have many tasks
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 120,
+}
 
 
 def small_config(**changes: Any) -> Qwen3Config:
     """A configuration that decodes in about a second a step in the interpreter."""
-    fields = {
-        "vocab_size": 293,
-        "hidden_size": 80,
-        "intermediate_size": 208,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.1,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
-    return Qwen3Config(**(fields | changes))
+    return Qwen3Config(**(FIELDS | changes))
+
+
+def small_moe_config(**changes: Any) -> Qwen3MoeConfig:
+    """A configuration with experts in every layer, which decodes as fast."""
+    return Qwen3MoeConfig(**(FIELDS | EXPERT_FIELDS | changes))
 
 
 def small_model(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     """A float32 model with random weights; norm weights are away from 1, so that a forgotten one shows."""
+    return random_weights(seed, lambda: Qwen3ForCausalLM(small_config(**changes)))
+
+
+def small_moe_model(seed: int = 0, **changes: Any) -> Qwen3MoeForCausalLM:
+    """A model with experts, likewise."""
+    return random_weights(seed, lambda: Qwen3MoeForCausalLM(small_moe_config(**changes)))
+
+
+def random_weights(seed: int, make: Callable[[], T]) -> T:
+    """The model that `make` makes, in float32."""
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(small_config(**changes)).float().eval()
+    model = make().float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -36,7 +65,7 @@ def small_model(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     return model
 
 
-def reference_tokens(model: Qwen3ForCausalLM, prompt: torch.Tensor, new: int, **options: Any) -> torch.Tensor:
+def reference_tokens(model: Qwen3, prompt: torch.Tensor, new: int, **options: Any) -> torch.Tensor:
     """transformers' greedy continuation of one prompt [length], int64 [length + new]."""
     with torch.no_grad():
         return model.generate(

@@ -79,7 +79,6 @@ def test_decode_before_prefill_is_refused():
 
 CONFIGS = {
     "another architecture": ({"model_type": "gpt2"}, r"model_type is 'gpt2'; megaflow decodes 'qwen3'"),
-    "mixture of experts": ({"model_type": "qwen3_moe"}, r"model_type is 'qwen3_moe'"),
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, r"quant_method is 'fp8'; quantised .* use the bf"),
     "attention bias": ({"attention_bias": True}, r"attention_bias is True; supported: False"),
     "head_dim": ({"head_dim": 96}, r"head_dim is 96; supported: one of \(64, 128\)"),

@@ -11,7 +11,7 @@ from programs import conflicting_tiles, plan_or_none, programs
 
 from megaflow.errors import DeadlockError
 from megaflow.models.geometry import Geometry
-from megaflow.models.planner import KIND_NUMBERS, program_of
+from megaflow.models.planner import kind_numbers, program_of
 from megaflow.models.qwen3 import qwen3_graph
 from megaflow.models.tiling import tiling
 from megaflow.plan import Plan
@@ -166,6 +166,7 @@ def test_a_plan_that_cannot_finish_is_a_deadlock(schedule):
 
 SMALL = Geometry(28, 1024, 3072, 16, 8, 128, 151936, True, 1e-6, 40960)  # Qwen3-0.6B
 LARGE = Geometry(36, 4096, 12288, 32, 8, 128, 151936, False, 1e-6, 40960)  # Qwen3-8B
+NUMBERS = kind_numbers(qwen3_graph(SMALL, 16))
 LENGTH, CONTEXT = 613, 562  # of the benchmark: prompt 512, 100 new tokens
 
 
@@ -187,12 +188,12 @@ def real_program(model: Geometry, batch: int) -> Program:
 def test_predictions_are_within_7_percent_of_what_an_h200_was_measured_to_take(model, batch, static_ms, dynamic_ms):
     program = real_program(model, batch)
     for schedule, measured in ((Static(), static_ms), (Dynamic(), dynamic_ms)):
-        predicted = predict(program, schedule, H200.workers, KIND_NUMBERS, fill=CONTEXT / LENGTH)
+        predicted = predict(program, schedule, H200.workers, NUMBERS, fill=CONTEXT / LENGTH)
         assert 1e3 * predicted == pytest.approx(measured, rel=0.07)
 
 
 @pytest.mark.parametrize("schedule", [Static(), Hybrid()], ids=repr)
 def test_a_prediction_from_a_few_layers_is_that_of_all(schedule):
     program = real_program(SMALL, 1)
-    whole = simulate(schedule.plan(program, H200.workers, KIND_NUMBERS)).seconds
-    assert predict(program, schedule, H200.workers, KIND_NUMBERS) == pytest.approx(whole, rel=0.02)
+    whole = simulate(schedule.plan(program, H200.workers, NUMBERS)).seconds
+    assert predict(program, schedule, H200.workers, NUMBERS) == pytest.approx(whole, rel=0.02)

@@ -1,0 +1,166 @@
+"""Linear layers of experts: a tile of one expert's y = W x for all pairs of token and expert that it has.
+
+The tile's first coordinate is a place in the list of active experts (megaflow.tasks.group). There are as many places as
+experts can be active; a tile whose place is empty returns at once, so the weights of an expert without tokens are not
+read. The rest is as in megaflow.tasks.linear, but for the rows of x and out: those of the expert's pairs, gathered
+CONFIG.tokens at a time. `out` has a row for each pair; `x` has one for each pair, or for each token.
+"""
+
+from megaflow.backend import jit, tl
+from megaflow.device import await_inputs
+from megaflow.graph import Operator
+from megaflow.kinds import Buffers, TaskKind, Tiling
+from megaflow.regions import Access, Span, TiledOperator
+from megaflow.tasks.common import by_role, number, pointer
+from megaflow.tasks.expert_oracle import oracle, run_tile
+from megaflow.tasks.group import LISTS
+from megaflow.tasks.linear import rows_per_task
+from megaflow.tasks.product import (
+    EPILOGUE,
+    K_BLOCKS,
+    NORM_WIDTH,
+    PARTS,
+    PRODUCT_FIELDS,
+    ROWS,
+    RUN,
+    SILU,
+    WEIGHT_BLOCK,
+    X_STRIDE,
+    W,
+    X,
+    empty_product,
+    multiply,
+    norm_scale,
+    product_row,
+    reduce_product,
+    squares,
+    store_product,
+    store_silu,
+    sub_tile,
+)
+
+FIELDS = (*PRODUCT_FIELDS, "active", "active_count", "indptr", "pairs", "pairs_per_row")
+(ACTIVE, ACTIVE_COUNT, INDPTR, PAIRS,
+ PAIRS_PER_ROW) = map(tl.constexpr, range(len(PRODUCT_FIELDS), len(FIELDS)))  # fmt: skip
+
+THREADS = tl.constexpr(128)
+
+
+@jit
+def look_up(row, place):
+    """The number of active experts, the expert at a place, where its pairs begin, and where they end.
+
+    Loops depend on them, so all threads need the same ones. After an abort the lists may change while they are read:
+    each number is loaded by one thread, and a reduction hands it to all.
+    """
+    o = tl.arange(0, THREADS)
+    p_expert = pointer(row, ACTIVE, tl.int32) + place
+    p_bound = pointer(row, INDPTR, tl.int32) + place + o - 2
+    p_number = tl.where(o == 0, pointer(row, ACTIVE_COUNT, tl.int32), tl.where(o == 1, p_expert, p_bound))
+    numbers = tl.load(p_number, mask=o < 4, other=0).to(tl.int64) & 0xFFFF
+    packed = tl.sum(tl.where(o < 4, numbers << (o * 16), 0), 0)
+    return (
+        (packed & 0xFFFF).to(tl.int32),
+        (packed >> 16 & 0xFFFF).to(tl.int32),
+        (packed >> 32 & 0xFFFF).to(tl.int32),
+        (packed >> 48 & 0xFFFF).to(tl.int32),
+    )
+
+
+@jit
+def expert_linear_body(row, c_place, c_row, c_unused, step, inputs, CONFIG: tl.constexpr):
+    B: tl.constexpr = WEIGHT_BLOCK
+    KB: tl.constexpr = CONFIG.k_blocks
+    R: tl.constexpr = CONFIG.rows
+    T: tl.constexpr = CONFIG.tokens
+    rows = number(row, ROWS)
+    run = number(row, RUN)
+    epilogue = number(row, EPILOGUE)
+    k_blocks = number(row, K_BLOCKS)
+    x = pointer(row, X, CONFIG.element)
+    x_stride = number(row, X_STRIDE)
+    parts = number(row, PARTS)
+    width = tl.maximum(number(row, NORM_WIDTH), 1)
+    pairs_per_row = number(row, PAIRS_PER_ROW)
+    first = c_row * run * R
+    rounds = (k_blocks + KB - 1) // KB
+    steps = tl.minimum(run, (rows - first + R - 1) // R) * rounds
+    await_inputs(inputs)
+    active, expert, begin, end = look_up(row, c_place)
+    if c_place < active:
+        weight = sub_tile(pointer(row, W, CONFIG.element), expert * ((rows + B - 1) // B * B), k_blocks)
+        for chunk in range(begin, end, T):
+            o_p = chunk + tl.arange(0, T)
+            m_t = o_p < end
+            pair = tl.load(pointer(row, PAIRS, tl.int32) + o_p, mask=m_t, other=0)
+            o_x = pair // pairs_per_row
+            sums = squares(row, o_x, m_t, CONFIG)
+            acc = empty_product(CONFIG)
+            for i in tl.range(0, steps, num_stages=CONFIG.stages):
+                first_row = first + i // rounds * R
+                k = i % rounds * KB
+                w = sub_tile(weight, first_row, k_blocks)
+                acc = multiply(acc, x, x_stride, w, k, k_blocks, o_x, m_t, CONFIG)
+                if k + KB >= k_blocks:
+                    y = reduce_product(acc, CONFIG) * norm_scale(sums, parts, width, CONFIG)[None, :]
+                    acc = empty_product(CONFIG)
+                    o_n = first_row + tl.arange(0, R)
+                    if epilogue == SILU:
+                        store_silu(row, y, first_row, pair, m_t, CONFIG)
+                    else:
+                        store_product(row, y, o_n, pair, (o_n < rows)[:, None] & m_t[None, :])
+
+
+def expected_active(experts: int, batch: int, slots: int) -> float:
+    """Experts that have any pairs if each token chose its experts evenly."""
+    return experts * (1 - (1 - slots / experts) ** batch)
+
+
+def tile(op: Operator, tiling: Tiling) -> TiledOperator:
+    assert tiling.part is None, "experts' lists are for the whole batch"
+    config = tiling.config
+    experts, rows, columns = tiling.shape(op, "weight")
+    (places,), (pairs,) = tiling.shape(op, "active"), tiling.shape(op, "pairs")
+    expected = expected_active(experts, tiling.batch, pairs // tiling.batch)
+    height = rows_per_task(rows, config, tiling.workers, max(1, round(expected)))
+
+    def whole(role: str) -> Access:
+        shape = tiling.shape(op, role)
+        return Access(op.tensor(role).name, shape, tuple(map(Span.whole, shape)))
+
+    # tensors whose rows are pairs count as [places, width] here: the pairs of a place are known only on the device
+    def by_place(role: str, across: Span) -> Access:
+        width = tiling.shape(op, role)[1]
+        return Access(op.tensor(role).name, (places, width), (Span.tiles(0, 1), across))
+
+    x_rows, x_width = tiling.shape(op, "x")
+    by_token = "ssq" in op.inputs
+    reads = [whole("x") if by_token else by_place("x", Span.whole(x_width)), *map(whole, LISTS)]
+    params = [("run", height // config.rows), ("pairs_per_row", pairs // x_rows)]
+    if by_token:
+        reads.append(whole("ssq"))
+        params.append(("parts", tiling.shape(op, "ssq")[1]))
+    silu = op.attrs["epilogue"] == "silu"
+    element_bytes = config.element.primitive_bitwidth // 8
+    return TiledOperator(
+        op.name,
+        op.kind,
+        # the tiles of a place side by side: the empty places are all at the end
+        grid=(places, -(-rows // height)),
+        reads=tuple(reads),
+        writes=(by_place("out", Span.tiles(1, height // 2 if silu else height)),),
+        tile_bytes=height * columns * element_bytes,
+        params=tuple(params),
+        tile_flops=round(2 * height * columns * pairs / expected),
+        irregular=True,
+        expected=expected,
+    )
+
+
+def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
+    at = by_role(op, buffers)
+    lists = {role: at(role).data_ptr() for role in LISTS}
+    return product_row(op, tiled, buffers) | lists | {"pairs_per_row": tiled.param("pairs_per_row")}
+
+
+EXPERT_LINEAR = TaskKind("expert_linear", expert_linear_body, tile, FIELDS, row, oracle, run_tile)

@@ -1,0 +1,291 @@
+"""The task kinds of sparse layers, in the kernel and as torch tiles, against their oracles, for any routing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from moe_layer import SparseLayers
+from onetask import EPS, config, model_dtype, on_device, poisoned, relative_error, run_operator, tolerance
+
+from megaflow.backend import interpreted, kernel_device
+from megaflow.errors import PlanError
+from megaflow.graph import Graph, Tensor
+from megaflow.kinds import KernelConfig, Tile, Tiling
+from megaflow.models.geometry import Geometry
+from megaflow.models.planner import KINDS_BY_NAME, kinds_of, make_plan, operator_table
+from megaflow.models.tiling import kernel_config
+from megaflow.runtime import LoadedPlan, new_control
+from megaflow.scheduler import find_schedule
+from megaflow.target import H200
+from megaflow.tasks import COMBINE, EXPERT_LINEAR, GROUP, TOPK
+from megaflow.tasks.group import LISTS
+from megaflow.tasks.linear import row_tiles
+from megaflow.tasks.packing import PackedWeight, pack, padded
+
+# batch, token tile, experts, experts of a token
+ROUTINGS = [(1, 1, 60, 4), (2, 16, 5, 1), (5, 1, 5, 2), (16, 16, 20, 3), (17, 16, 5, 4)]
+by_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=lambda r: "B{}-T{}-E{}-K{}".format(*r))
+by_how = pytest.mark.parametrize("how", ["static", "dynamic", "torch"])
+
+
+def run(
+    kind: str,
+    inputs: dict[str, Tensor],
+    outputs: dict[str, Tensor],
+    buffers: dict[str, torch.Tensor],
+    kernel: KernelConfig,
+    batch: int,
+    how: str,
+    **attrs: Any,
+) -> None:
+    """One operator, by the kernel in a schedule, or tile by tile in torch."""
+    symbols = {"B": batch}
+    if how != "torch":
+        run_operator(kind, inputs, outputs, buffers, kernel, symbols, how, **attrs)
+        return
+    op = Graph().add("op", kind, inputs, outputs, **attrs)
+    tiled = KINDS_BY_NAME[kind].cut(op, Tiling(kernel, 3, symbols))
+    for at in tiled.coordinates().tolist():
+        KINDS_BY_NAME[kind].run_tile(Tile(op, tiled, tuple(at), 0, kernel, buffers))
+
+
+def random_choice(batch: int, experts: int, slots: int) -> torch.Tensor:
+    """int64 [batch, slots], different experts in each row; some experts are never chosen."""
+    shunned = torch.rand(experts) < 0.3
+    return (torch.rand(batch, experts) - shunned.float()).topk(slots, 1).indices
+
+
+def skewed_choice(batch: int, experts: int, slots: int) -> torch.Tensor:
+    """All tokens choose the last experts."""
+    return (experts - 1 - torch.arange(slots)).repeat(batch, 1)
+
+
+def reference_lists(experts: torch.Tensor) -> dict[str, list[int]]:
+    """`group`'s lists by plain loops."""
+    chosen = experts.reshape(-1).tolist()
+    active = sorted(set(chosen))
+    pairs, indptr = [], [0]
+    for expert in active:
+        pairs += [pair for pair, e in enumerate(chosen) if e == expert]
+        indptr.append(len(pairs))
+    return {"active": active, "active_count": [len(active)], "indptr": indptr, "pairs": pairs}
+
+
+def list_tensors(batch: int, experts: int, slots: int) -> dict[str, Tensor]:
+    places = min(experts, batch * slots)
+    lengths = {"active": places, "active_count": 1, "indptr": places + 1, "pairs": batch * slots}
+    return {role: Tensor(role, (length,), "int32") for role, length in lengths.items()}
+
+
+def list_buffers(experts: torch.Tensor, tensors: dict[str, Tensor]) -> dict[str, torch.Tensor]:
+    """The lists of a choice on the device; what they leave out is poisoned."""
+    buffers = {role: poisoned(*tensor.shape, dtype=torch.int32) for role, tensor in tensors.items()}
+    for role, values in reference_lists(experts).items():
+        buffers[role][: len(values)] = torch.tensor(values)
+    return buffers
+
+
+def wide(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As the decoder stores it: whole blocks wide, padding zero."""
+    return on_device(torch.nn.functional.pad(x, (0, padded(x.shape[1]) - x.shape[1])), dtype)
+
+
+def exact(*shape: int) -> torch.Tensor:
+    """Random values that the model's dtype holds exactly."""
+    return torch.randn(*shape).to(model_dtype()).double()
+
+
+def pack_experts(weight: torch.Tensor, active: list[int]) -> torch.Tensor:
+    """The packed weights [E, rows, columns] of the active experts; NaN for the others."""
+    experts, rows, columns = weight.shape
+    packed = PackedWeight.empty(experts * padded(rows), columns, model_dtype(), torch.device("cpu"))
+    packed.data.fill_(float("nan"))
+    for expert in active:
+        packed.data.view(experts, -1)[expert] = 0
+        packed.write_rows(expert * padded(rows) + torch.arange(rows), weight[expert])
+    return on_device(packed.data)
+
+
+@by_how
+@pytest.mark.parametrize("normalised", [False, True])
+@by_routing
+def test_topk_equals_its_oracle(routing, normalised, how):
+    batch, tokens, experts, slots = routing
+    logits = torch.randn(batch, experts)
+    logits[:, 1] = logits[:, -1] = logits.max()  # ties
+    inputs = {"logits": Tensor("logits", (batch, experts), "float32")}
+    outputs = {"experts": Tensor("experts", (batch, slots), "int32"),
+               "weights": Tensor("weights", (batch, slots), "float32")}  # fmt: skip
+    buffers = {"logits": wide(logits, torch.float32), "experts": poisoned(batch, slots, dtype=torch.int32),
+               "weights": poisoned(batch, slots)}  # fmt: skip
+    run("topk", inputs, outputs, buffers, config(tokens), batch, how, norm_topk_prob=normalised)
+    wanted = TOPK.oracle({"logits": logits.double()}, slots, normalised)
+    assert buffers["experts"].tolist() == wanted["experts"].tolist()
+    assert relative_error(buffers["weights"], wanted["weights"]) < 1e-5
+
+
+def choose(logits: torch.Tensor, slots: int) -> torch.Tensor:
+    """The experts that the kernel chooses."""
+    shape = tuple(logits.shape)
+    outputs = {"experts": Tensor("experts", (shape[0], slots), "int32"),
+               "weights": Tensor("weights", (shape[0], slots), "float32")}  # fmt: skip
+    buffers = {"logits": on_device(logits), "experts": poisoned(shape[0], slots, dtype=torch.int32),
+               "weights": poisoned(shape[0], slots)}  # fmt: skip
+    inputs = {"logits": Tensor("logits", shape, "float32")}
+    run("topk", inputs, outputs, buffers, config(1), shape[0], "static", norm_topk_prob=True)
+    return buffers["experts"].cpu()
+
+
+def test_of_equal_logits_the_lowest_experts_are_chosen_first():
+    assert choose(torch.tensor([[0.0, -0.0, 0.0, -0.0], [-1.0, 2.0, -1.0, 2.0]]), 3).tolist() == [[0, 1, 2], [1, 3, 0]]
+
+
+def test_whatever_the_logits_are_the_chosen_experts_exist_and_differ():
+    logits = torch.full((3, 7), float("nan"))
+    logits[1] = float("-inf")
+    logits[2] = float("inf")
+    for chosen in choose(logits, 4).tolist():
+        assert len(set(chosen)) == 4
+        assert set(chosen) <= set(range(7))
+
+
+def grouped(experts: torch.Tensor, count: int, how: str) -> dict[str, torch.Tensor]:
+    """The lists that the kernel makes of experts [B, K]."""
+    batch, slots = experts.shape
+    outputs = list_tensors(batch, count, slots)
+    buffers = {"experts": wide(experts, torch.int32)}
+    buffers |= {role: poisoned(*tensor.shape, dtype=torch.int32) for role, tensor in outputs.items()}
+    inputs = {"experts": Tensor("experts", (batch, slots), "int32")}
+    run("group", inputs, outputs, buffers, config(1), batch, how, experts=count)
+    return {role: buffers[role].cpu() for role in LISTS}
+
+
+@by_how
+@pytest.mark.parametrize("choice", [random_choice, skewed_choice])
+@by_routing
+def test_group_equals_its_oracle(routing, choice, how):
+    batch, _, count, slots = routing
+    experts = choice(batch, count, slots)
+    lists = grouped(experts, count, how)
+    for role, values in GROUP.oracle({"experts": experts}).items():
+        assert lists[role][: len(values)].tolist() == values.tolist(), role
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_each_pair_is_in_the_list_of_its_expert_once(data):
+    count = data.draw(st.integers(1, 140))
+    batch, slots = data.draw(st.integers(1, 24)), data.draw(st.integers(1, min(count, 8)))
+    rows = st.lists(st.integers(0, count - 1), min_size=slots, max_size=slots, unique=True)
+    experts = torch.tensor(data.draw(st.lists(rows, min_size=batch, max_size=batch)))
+    lists = grouped(experts, count, "static")
+    wanted = reference_lists(experts)
+    assert {role: lists[role][: len(values)].tolist() for role, values in wanted.items()} == wanted
+    active = int(lists["active_count"])
+    bounds = lists["indptr"].tolist()
+    found = [
+        (int(lists["active"][place]), pair)
+        for place in range(active)
+        for pair in lists["pairs"][bounds[place] : bounds[place + 1]].tolist()
+    ]
+    assert sorted(found) == sorted((int(expert), pair) for pair, expert in enumerate(experts.reshape(-1)))
+
+
+def expert_case(
+    epilogue: str, routing: tuple[int, int, int, int], choice: torch.Tensor, rows: int, columns: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Inputs and outputs of an expert_linear, its buffers by name, and values for the oracle by role."""
+    batch, _, experts, slots = routing
+    pairs = batch * slots
+    x_rows = batch if epilogue == "silu" else pairs
+    lists = list_tensors(batch, experts, slots)
+    weight = exact(experts, rows, columns)
+    values = {"x": exact(x_rows, columns), "weight": weight}
+    inputs = {"x": Tensor("x", (x_rows, columns)), "weight": Tensor("w", (experts, rows, columns)), **lists}
+    buffers = {"x": wide(values["x"], model_dtype()), **list_buffers(choice, lists)}
+    buffers["w"] = pack_experts(weight, reference_lists(choice)["active"])
+    if epilogue == "silu":
+        values["ssq"] = torch.rand(batch, 7).double() + 0.1
+        inputs["ssq"] = Tensor("ssq", (batch, 7), "float32")
+        buffers["ssq"] = on_device(values["ssq"], torch.float32)
+        outputs = {"out": Tensor("out", (pairs, rows // 2))}
+        buffers["out"] = poisoned(pairs, rows // 2, dtype=model_dtype())
+    else:
+        outputs = {"out": Tensor("out", (pairs, rows), "float32")}
+        buffers["out"] = poisoned(pairs, rows)
+    return inputs, outputs, buffers, values | GROUP.oracle({"experts": choice})
+
+
+@by_how
+@pytest.mark.parametrize("choice", [random_choice, skewed_choice])
+@pytest.mark.parametrize("epilogue", ["silu", "store"])
+@by_routing
+def test_expert_linear_equals_its_oracle_and_reads_active_experts_only(routing, epilogue, choice, how):
+    batch, tokens, experts, slots = routing
+    rows, columns = (96, 144) if epilogue == "silu" else (80, 48)
+    inputs, outputs, buffers, values = expert_case(epilogue, routing, choice(batch, experts, slots), rows, columns)
+    run("expert_linear", inputs, outputs, buffers, config(tokens), batch, how, epilogue=epilogue)
+    assert relative_error(buffers["out"], EXPERT_LINEAR.oracle(values, epilogue, EPS)["out"]) < tolerance()
+
+
+@by_how
+@by_routing
+def test_combine_equals_its_oracle(routing, how):
+    batch, tokens, experts, slots = routing
+    width, kernel = 208, config(tokens)
+    tiles = row_tiles(width, kernel, 3, -(-batch // tokens))
+    values = {"expert_out": torch.randn(batch * slots, width).double(), "weights": torch.rand(batch, slots).double(),
+              "h": torch.randn(batch, width).double(), "gamma": torch.rand(width).double() + 0.5}  # fmt: skip
+    inputs = {role: Tensor(role, tuple(tensor.shape), "float32") for role, tensor in values.items()}
+    inputs["active"] = Tensor("active", (min(experts, batch * slots),), "int32")
+    outputs = {"h_out": Tensor("h2", (batch, width), "float32"), "out": Tensor("out", (batch, width)),
+               "ssq_out": Tensor("ssq2", (batch, tiles), "float32")}  # fmt: skip
+    buffers = {role: on_device(tensor, torch.float32) for role, tensor in values.items()}
+    buffers |= {"h2": poisoned(batch, width), "ssq2": poisoned(batch, tiles),
+                "out": poisoned(batch, width, dtype=model_dtype())}  # fmt: skip
+    run("combine", inputs, outputs, buffers, kernel, batch, how)
+    wanted = COMBINE.oracle(values)
+    for role in ("h_out", "out"):
+        assert relative_error(buffers[outputs[role].name], wanted[role]) < tolerance(), role
+    assert relative_error(buffers["ssq2"].sum(1, keepdim=True), wanted["ssq_out"]) < tolerance()
+
+
+def test_too_many_experts_are_refused_with_the_limit():
+    inputs = {"logits": Tensor("logits", (1, 513), "float32")}
+    outputs = {"experts": Tensor("experts", (1, 4), "int32"), "weights": Tensor("weights", (1, 4), "float32")}
+    with pytest.raises(PlanError, match="4 of 513 experts; .* up to 16 of up to 512"):
+        run("topk", inputs, outputs, {}, config(1), 1, "torch", norm_topk_prob=True)
+
+
+A3B = SparseLayers(2, 2048, 768, 128, 8)  # Qwen3-30B-A3B
+
+
+def a3b_plan(batch: int, schedule: str):
+    geometry = Geometry(2, 2048, 6144, 32, 4, 128, 1000, False, EPS, 4096)
+    tiling = A3B.tiling(batch, kernel_config(geometry, batch, H200, "bfloat16"), H200.tiling_workers)
+    return make_plan(A3B.graph(), tiling, find_schedule(schedule), H200.workers)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 70])
+def test_each_tile_of_a_sparse_layer_waits_for_one_event(batch):
+    plan = a3b_plan(batch, "static")
+    assert (plan.graph.waits >= 0).sum(1).max() == 1
+
+
+@pytest.mark.parametrize("schedule", ["static", "dynamic", "hybrid"])
+def test_sparse_layers_are_ordered_right(schedule):
+    a3b_plan(1, schedule).verify()
+
+
+def test_a_down_tile_waits_for_the_tiles_of_its_own_expert_only():
+    graph = a3b_plan(1, "static").graph
+    names = [op.name for op in graph.operators]
+    gate_up, down = (graph.operator == names.index(f"layers.0.{name}") for name in ("gate_up", "down"))
+    for place in range(8):
+        waited = graph.waits[down & (graph.coordinates[:, 0] == place)]
+        notifying = np.isin(graph.notifies, waited[waited >= 0]).any(1)
+        assert (notifying == (gate_up & (graph.coordinates[:, 0] == place))).all()
