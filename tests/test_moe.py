@@ -265,6 +265,6 @@ def test_the_width_of_dense_layers_does_not_matter_where_there_are_none():
 
 
 def test_head_dim_may_follow_from_the_hidden_size():
-    config = small_moe_config(hidden_size=256)
+    config = small_moe_config(hidden_size=128)
     del config.head_dim
     assert read_geometry(config).head_dim == 64
