@@ -79,8 +79,6 @@ def expert_linear_body(row, c_place, c_row, c_unused, step, inputs, CONFIG: tl.c
     k_blocks = number(row, K_BLOCKS)
     x = pointer(row, X, CONFIG.element)
     x_stride = number(row, X_STRIDE)
-    parts = number(row, PARTS)
-    width = tl.maximum(number(row, NORM_WIDTH), 1)
     pairs_per_row = number(row, PAIRS_PER_ROW)
     first = c_row * run * R
     rounds = (k_blocks + KB - 1) // KB
@@ -102,7 +100,9 @@ def expert_linear_body(row, c_place, c_row, c_unused, step, inputs, CONFIG: tl.c
                 w = sub_tile(weight, first_row, k_blocks)
                 acc = multiply(acc, x, x_stride, w, k, k_blocks, o_x, m_t, CONFIG)
                 if k + KB >= k_blocks:
-                    y = reduce_product(acc, CONFIG) * norm_scale(sums, parts, width, CONFIG)[None, :]
+                    width = tl.maximum(number(row, NORM_WIDTH), 1)
+                    scale = norm_scale(sums, number(row, PARTS), width, CONFIG)
+                    y = reduce_product(acc, CONFIG) * scale[None, :]
                     acc = empty_product(CONFIG)
                     o_n = first_row + tl.arange(0, R)
                     if epilogue == SILU:

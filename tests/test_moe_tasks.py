@@ -1,6 +1,5 @@
 """The task kinds of sparse layers, in the kernel and as torch tiles, against their oracles, for any routing."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from moe_layer import SparseLayers
 from onetask import EPS, config, model_dtype, on_device, poisoned, relative_error, run_operator, tolerance
 
-from megaflow.backend import interpreted, kernel_device
+from megaflow.backend import kernel_device
 from megaflow.errors import PlanError
 from megaflow.graph import Graph, Tensor
 from megaflow.kinds import KernelConfig, Tile, Tiling
@@ -64,6 +63,11 @@ def skewed_choice(batch: int, experts: int, slots: int) -> torch.Tensor:
     return (experts - 1 - torch.arange(slots)).repeat(batch, 1)
 
 
+by_how_and_choice = pytest.mark.parametrize(
+    ("how", "choice"), [("static", random_choice), ("dynamic", skewed_choice), ("torch", random_choice)]
+)
+
+
 def reference_lists(experts: torch.Tensor) -> dict[str, list[int]]:
     """`group`'s lists by plain loops."""
     chosen = experts.reshape(-1).tolist()
@@ -110,10 +114,9 @@ def pack_experts(weight: torch.Tensor, active: list[int]) -> torch.Tensor:
     return on_device(packed.data)
 
 
-@by_how
-@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize(("how", "normalised"), [("static", True), ("dynamic", False), ("torch", True)])
 @by_routing
-def test_topk_equals_its_oracle(routing, normalised, how):
+def test_topk_equals_its_oracle(routing, how, normalised):
     batch, tokens, experts, slots = routing
     logits = torch.randn(batch, experts)
     logits[:, 1] = logits[:, -1] = logits.max()  # ties
@@ -164,8 +167,7 @@ def grouped(experts: torch.Tensor, count: int, how: str) -> dict[str, torch.Tens
     return {role: buffers[role].cpu() for role in LISTS}
 
 
-@by_how
-@pytest.mark.parametrize("choice", [random_choice, skewed_choice])
+@by_how_and_choice
 @by_routing
 def test_group_equals_its_oracle(routing, choice, how):
     batch, _, count, slots = routing
@@ -220,8 +222,7 @@ def expert_case(
     return inputs, outputs, buffers, values | GROUP.oracle({"experts": choice})
 
 
-@by_how
-@pytest.mark.parametrize("choice", [random_choice, skewed_choice])
+@by_how_and_choice
 @pytest.mark.parametrize("epilogue", ["silu", "store"])
 @by_routing
 def test_expert_linear_equals_its_oracle_and_reads_active_experts_only(routing, epilogue, choice, how):
@@ -257,8 +258,49 @@ def test_combine_equals_its_oracle(routing, how):
 def test_too_many_experts_are_refused_with_the_limit():
     inputs = {"logits": Tensor("logits", (1, 513), "float32")}
     outputs = {"experts": Tensor("experts", (1, 4), "int32"), "weights": Tensor("weights", (1, 4), "float32")}
-    with pytest.raises(PlanError, match="4 of 513 experts; .* up to 16 of up to 512"):
+    with pytest.raises(PlanError, match=r"4 of 513 experts; .* up to 16 of up to 512"):
         run("topk", inputs, outputs, {}, config(1), 1, "torch", norm_topk_prob=True)
+
+
+def moe(x: torch.Tensor, weights: dict[str, torch.Tensor], slots: int) -> torch.Tensor:
+    """The sum of each token's experts' outputs for x [B, hidden], token by token; gate and up rows alternate."""
+    out = torch.zeros_like(x)
+    for token, row in enumerate(x):
+        probability = (weights["router"] @ row).softmax(0)
+        best = probability.topk(slots)
+        for share, expert in zip((best.values / best.values.sum()).tolist(), best.indices.tolist(), strict=True):
+            gate, up = (weights["gate_up"][expert] @ row).view(-1, 2).unbind(1)
+            out[token] += share * (weights["down"][expert] @ (torch.nn.functional.silu(gate) * up))
+    return out
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("batch", "tokens", "schedule"), [(1, 1, "static"), (18, 16, "dynamic"), (18, 16, "hybrid")])
+def test_a_chain_of_sparse_layers_equals_their_formula(batch, tokens, schedule):
+    sizes = SparseLayers(layers=2, hidden=80, width=48, experts=6, slots=2)
+    tiling = sizes.tiling(batch, config(tokens), 2)
+    graph = sizes.graph()
+    buffers = sizes.activations(tiling, kernel_device())
+    gamma, h = torch.rand(80).double() + 0.5, torch.randn(batch, 80).double()
+    buffers["gamma"][:80] = gamma
+    buffers["h.0"][:, :80] = h
+    buffers["normed.0"][:, :80] = h * gamma
+    buffers["ssq.0"][:, 0] = h.square().sum(1)
+    for layer in range(sizes.layers):
+        weights = {name: exact(*shape) / 8 for name, shape in sizes.weights().items()}
+        buffers[f"router.{layer}"] = on_device(pack(weights["router"]).data, model_dtype())
+        for name in ("gate_up", "down"):
+            buffers[f"{name}.{layer}"] = pack_experts(weights[name], list(range(sizes.experts)))
+        h = h + moe(h * torch.rsqrt(h.square().mean(1, keepdim=True) + EPS) * gamma, weights, sizes.slots)
+    plan = make_plan(graph, tiling, find_schedule(schedule), 1)
+    table = operator_table(graph, plan, buffers).to(kernel_device())
+    bodies = [kind.body for kind in kinds_of(graph)]
+    loaded = LoadedPlan(plan, table, new_control(kernel_device()), bodies, tiling.config)
+    loaded.launch(2)  # the second step finds what the first one left
+    assert loaded.finish() == 2
+    assert relative_error(buffers["h.2"][:, :80], h) < tolerance()
+    assert relative_error(buffers["normed.2"][:, :80], h * gamma) < tolerance()
+    assert relative_error(buffers["ssq.2"].sum(1), h.square().sum(1)) < tolerance()
 
 
 A3B = SparseLayers(2, 2048, 768, 128, 8)  # Qwen3-30B-A3B
