@@ -100,7 +100,10 @@ def float32_copy(model: Qwen3) -> Qwen3:
         same.load_state_dict(model.state_dict())
         return same
     passing = {id(layer): PassingFloat32(layer) for layer in model.model.layers}
-    return copy.deepcopy(model, passing).float()
+    same = copy.deepcopy(model, passing).float()
+    with torch.device(model.device):  # its frequencies may have been rounded with the weights
+        same.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    return same
 
 
 class PassingFloat32(torch.nn.Module):

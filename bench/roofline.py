@@ -1,23 +1,19 @@
 """The bytes that a decode step has to read, which bound its time from below."""
 
-from megaflow.models.geometry import Experts, Geometry
+from megaflow.models.geometry import Geometry
+from megaflow.tasks.expert_linear import expected_active
 from megaflow.tasks.packing import padded
 
 ELEMENT_BYTES = 2  # weight matrices and the cache are bfloat16
 VECTOR_BYTES = 4  # norm weights are float32
 
 
-def expected_active(experts: Experts, batch: int) -> float:
-    """Experts of a layer that a batch goes to, on average over tokens that choose theirs evenly and independently."""
-    return experts.count * (1 - (1 - experts.per_token / experts.count) ** batch)
-
-
 def step_bytes(model: Geometry, batch: int, context: int) -> int:
     """Bytes that a decode step has to read: weights once, and the keys and values of each sequence.
 
-    Of a sparse layer only active experts count, as many as are expected (expected_active), not those of a
-    certain run. Weights count as packed, in whole blocks. An embedding that is not the LM head too is read by the row,
-    one for each sequence.
+    Of a sparse layer only active experts count: as many as are expected if each token chose its experts evenly, not
+    those of a certain run. Weights count as packed, in whole blocks. An embedding that is not the LM head too is read
+    by the row, one for each sequence.
 
     Args:
         context: positions of each sequence that are in the cache.
@@ -39,7 +35,7 @@ def step_bytes(model: Geometry, batch: int, context: int) -> int:
     sparse = 0
     if experts := model.experts:
         sparse = len(experts.layers)
-        active = expected_active(experts, batch) * mlp(experts.width)
+        active = expected_active(experts.count, batch, experts.per_token) * mlp(experts.width)
         layers += sparse * (matrix(experts.count, model.hidden) + round(active))
     layers += (model.layers - sparse) * mlp(model.intermediate)
     head = matrix(model.vocab, model.hidden) + VECTOR_BYTES * model.hidden

@@ -109,8 +109,8 @@ class Decoder:
     def _activation(self, tensor: Tensor, limits: dict[str, int]) -> torch.Tensor:
         *rows, width = tensor.bind(limits)
         dtype = self._dtype if tensor.dtype == "model" else getattr(torch, tensor.dtype)
-        # whole weight blocks wide; linear layers read the padding, which stays zero
-        return torch.zeros((*rows, padded(width)), dtype=dtype, device=self._where)
+        # rows are whole weight blocks wide; linear layers read the padding, which stays zero
+        return torch.zeros((*rows, padded(width) if rows else width), dtype=dtype, device=self._where)
 
     def plan(self, schedule: Schedule) -> LoadedPlan:
         """The plan for the present batch size, made on first use; a schedule that tunes is timed then.

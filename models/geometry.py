@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaflow.errors import ConfigError
+from megaflow.tasks.topk import MOST_EXPERTS, MOST_SLOTS
 
 HEAD_DIMS = (64, 128)
 DEFAULT_SEQ_LEN = 2048
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # static kinds: cos and sin depend on the position alone
-MOST_EXPERTS = 512
-MOST_PER_TOKEN = 16
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ def _read_experts(config: Any) -> Experts | None:
     layers = tuple(i for i in range(config.num_hidden_layers) if i not in dense and (i + 1) % step == 0)
     if not layers:
         return None
-    most = min(MOST_PER_TOKEN, count)
+    most = min(MOST_SLOTS, count)
     _require(1 <= per_token <= most, "num_experts_per_tok", per_token, f"1 to {most}")
     _require_multiple_of_16(config, "moe_intermediate_size")
     return Experts(count, per_token, config.moe_intermediate_size, bool(config.norm_topk_prob), layers)

@@ -11,6 +11,7 @@ from torch.nn import functional
 from megaflow.models.geometry import Experts, Geometry
 from megaflow.models.kv_cache import PagedKVCache
 from megaflow.models.weights import Weights
+from megaflow.tasks import TOPK
 from megaflow.tasks.packing import PackedWeight, padded
 
 HEAD_ROWS = 16384  # rows of the LM head that are unpacked at a time
@@ -28,16 +29,6 @@ def gated(gate_up: torch.Tensor) -> torch.Tensor:
     return functional.silu(gate) * up
 
 
-def choose_experts(experts: Experts, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers and weights of each token's experts, int64 and float32 [n, per_token], from logits float32 [n, count].
-
-    Of experts with the same probability the one with the lower number comes first.
-    """
-    probability, number = logits.softmax(1).sort(dim=1, descending=True, stable=True)
-    weight, chosen = probability[:, : experts.per_token], number[:, : experts.per_token]
-    return chosen, weight / weight.sum(1, keepdim=True) if experts.normalized else weight
-
-
 def mix_experts(experts: Experts, weights: Weights, layer: str, x: torch.Tensor) -> torch.Tensor:
     """The weighted sum of the outputs of each token's experts, float32 [n, hidden], one expert at a time.
 
@@ -48,10 +39,11 @@ def mix_experts(experts: Experts, weights: Weights, layer: str, x: torch.Tensor)
     width, hidden = experts.width, x.shape[1]
     # the router is small and its choice is not to depend on how its logits are rounded
     logits = x.float() @ weights.matrices[layer + "router"].unpack().float().T
-    chosen, weight = choose_experts(experts, logits)
+    routing = TOPK.oracle({"logits": logits}, experts.per_token, experts.normalized)
+    chosen, weight = routing["experts"].flatten(), routing["weights"].flatten()
     gate_up, down = weights.matrices[layer + "expert_gate_up"], weights.matrices[layer + "expert_down"]
-    by_expert = chosen.flatten().argsort(stable=True)
-    counts = chosen.flatten().bincount(minlength=experts.count).tolist()
+    by_expert = chosen.argsort(stable=True)
+    counts = chosen.bincount(minlength=experts.count).tolist()
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert, pairs in enumerate(by_expert.split(counts)):
         if len(pairs) == 0:
@@ -59,7 +51,7 @@ def mix_experts(experts: Experts, weights: Weights, layer: str, x: torch.Tensor)
         token = pairs // experts.per_token
         middle = gated(functional.linear(x[token], expert_matrix(gate_up, expert, 2 * width))).to(x.dtype)
         y = functional.linear(middle, expert_matrix(down, expert, hidden))
-        out.index_add_(0, token, y * weight.flatten()[pairs, None])
+        out.index_add_(0, token, y * weight[pairs, None])
     return out
 
 

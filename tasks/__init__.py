@@ -9,6 +9,6 @@ from megaflow.tasks.linear import LINEAR
 from megaflow.tasks.select import SELECT
 from megaflow.tasks.topk import TOPK
 
-KINDS = (EMBEDDING, LINEAR, ATTENTION, SELECT, TOPK, GROUP, EXPERT_LINEAR, COMBINE)
+KINDS = (EMBEDDING, LINEAR, EXPERT_LINEAR, ATTENTION, COMBINE, TOPK, GROUP, SELECT)
 
 __all__ = ["ATTENTION", "COMBINE", "EMBEDDING", "EXPERT_LINEAR", "GROUP", "KINDS", "LINEAR", "SELECT", "TOPK"]

@@ -1,13 +1,14 @@
-"""Sparse layers by themselves, a chain of them on random buffers: router, topk, group, experts, combine."""
+"""Sparse layers by themselves: a chain of router, topk, group, experts, combine; and packed experts for tests."""
 
 from dataclasses import dataclass
 
 import torch
+from onetask import model_dtype, on_device
 
 from megaflow.graph import BATCH, Graph, Symbol, Tensor
 from megaflow.kinds import KernelConfig, Tiling
 from megaflow.tasks.linear import row_tiles
-from megaflow.tasks.packing import padded
+from megaflow.tasks.packing import PackedWeight, padded
 
 PAIRS, PLACES, BOUNDS, PARTS = map(Symbol, ("pairs", "places", "bounds", "parts"))
 
@@ -79,3 +80,19 @@ class SparseLayers:
             if name.split(".")[0] not in self.weights():
                 buffers[name] = torch.zeros(*rows, padded(last), dtype=dtype, device=device)
         return buffers
+
+
+def exact(*shape: int) -> torch.Tensor:
+    """Random values that the model's dtype holds exactly."""
+    return torch.randn(*shape).to(model_dtype()).double()
+
+
+def pack_experts(weight: torch.Tensor, active: list[int]) -> torch.Tensor:
+    """The packed weights [E, rows, columns] of the active experts; NaN for the others."""
+    experts, rows, columns = weight.shape
+    packed = PackedWeight.empty(experts * padded(rows), columns, model_dtype(), torch.device("cpu"))
+    packed.data.fill_(float("nan"))
+    for expert in active:
+        packed.data.view(experts, -1)[expert] = 0
+        packed.write_rows(expert * padded(rows) + torch.arange(rows), weight[expert])
+    return on_device(packed.data)

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import typer
-from checkpoints import reference_tokens, small_config, small_model
-from transformers import Qwen3ForCausalLM
+from checkpoints import reference_tokens, small_config, small_model, small_moe_config, small_moe_model
+from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from megaflow.backend import interpreted
-from megaflow.models.geometry import Geometry, read_geometry
+from megaflow.models.geometry import Experts, Geometry, read_geometry
 from megaflow.models.mega_model import MegaModel
 from megaflow.models.weights import load_weights
 
@@ -65,6 +65,32 @@ def test_step_bytes_count_the_weights_as_they_are_packed(tied: bool) -> None:
     rows = 0 if tied else 2 * 128 * 2
     packed = sum(t.numel() * t.element_size() for t in weights.buffers().values())
     assert roofline.step_bytes(geometry, 2, 0) == packed - table + rows
+
+
+def test_step_bytes_of_a_model_with_experts_count_those_that_are_expected_to_be_active() -> None:
+    fields = {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 3, "mlp_only_layers": [1]}
+    geometry = read_geometry(small_moe_config(**fields))
+    weights = load_weights(small_moe_model(**fields), geometry, torch.bfloat16, torch.device("cpu"), progress=False)
+    packed = {name: t.numel() * t.element_size() for name, t in weights.buffers().items()}
+    experts = sum(size for name, size in packed.items() if "expert" in name)
+    rest = sum(packed.values()) - experts
+    assert roofline.step_bytes(geometry, 0, 0) == rest
+    assert roofline.step_bytes(geometry, 1, 0) == rest + experts // 4
+    assert roofline.step_bytes(geometry, 2, 0) == rest + experts * 7 // 16
+    assert roofline.step_bytes(geometry, 1000, 0) == rest + experts
+
+
+def test_step_bytes_of_the_published_size_with_experts() -> None:
+    geometry = read_geometry(common.qwen3_config("Qwen3-30B-A3B"))
+    assert geometry.experts == Experts(128, 8, 768, True, tuple(range(48)))
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(common.qwen3_config("Qwen3-30B-A3B"))
+    sizes = {name: p.numel() for name, p in model.named_parameters() if p.dim() > 1 and "embed" not in name}
+    experts = sum(size for name, size in sizes.items() if "experts" in name)
+    vectors = sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    assert 30e9 < sum(sizes.values()) < 31e9
+    read = 2 * (sum(sizes.values()) - experts + experts // 16)
+    assert roofline.step_bytes(geometry, 1, 0) == read + 4 * vectors + 2 * 2048
 
 
 def test_step_bytes_of_a_published_size() -> None:
@@ -158,6 +184,18 @@ def test_float32_copy_has_the_same_weights() -> None:
         assert copy.state_dict()[name].dtype == torch.float32
         assert torch.equal(copy.state_dict()[name], weight.float()), name
     assert torch.equal(copy.model.rotary_emb.inv_freq, small_model().model.rotary_emb.inv_freq)
+
+
+def test_float32_copy_of_a_model_with_experts_gives_float32_logits() -> None:
+    rounded = small_moe_model(mlp_only_layers=[0]).bfloat16()
+    whole = small_moe_model(mlp_only_layers=[0])
+    whole.load_state_dict(rounded.state_dict())
+    copy = checking.float32_copy(rounded)
+    assert sum(p.numel() for p in copy.parameters()) < sum(p.numel() for p in whole.parameters()) / 2
+    prompts = random_prompts(2, 9) % 120
+    with torch.no_grad():
+        assert torch.allclose(copy(input_ids=prompts).logits, whole(input_ids=prompts).logits, atol=1e-6)
+    assert {p.dtype for p in rounded.parameters()} == {torch.bfloat16}
 
 
 @interpreter_only

@@ -18,14 +18,20 @@ from megaflow.compilation import compile_kernel
 from megaflow.models.geometry import Geometry
 from megaflow.models.tiling import TOKEN_TILES, kernel_config
 from megaflow.target import H200
+from megaflow.models.planner import kinds_of
+from megaflow.models.qwen3 import qwen3_graph
 from megaflow.tasks import KINDS
-bodies = [kind.body for kind in KINDS]
-for head_dim in (64, 128):
-    model = Geometry(1, 4096, 12288, 32, 8, head_dim, 151936, False, 1e-6, 4096)
+models = {
+    "narrow heads": Geometry(1, 4096, 12288, 32, 8, 64, 151936, False, 1e-6, 4096),
+    "wide heads": Geometry(1, 4096, 12288, 32, 8, 128, 151936, False, 1e-6, 4096),
+    "experts": Geometry(1, 2048, 6144, 32, 4, 128, 151936, False, 1e-6, 4096),
+}
+for name, model in models.items():
+    kinds = KINDS if name == "experts" else kinds_of(qwen3_graph(model, 4096))
     for tokens in TOKEN_TILES:
         config = kernel_config(model, tokens, H200, "bfloat16")
-        resources, _ = compile_kernel(bodies, config, int(sys.argv[1]))
-        print(json.dumps({"head_dim": head_dim, "tokens": tokens} | dataclasses.asdict(resources)))
+        resources, _ = compile_kernel([kind.body for kind in kinds], config, int(sys.argv[1]))
+        print(json.dumps({"model": name, "tokens": tokens} | dataclasses.asdict(resources)))
 """
 
 TRACING = """
@@ -34,11 +40,13 @@ from megaflow.compilation import compile_kernel
 from megaflow.models.geometry import Geometry
 from megaflow.models.tiling import kernel_config
 from megaflow.target import H200
-from megaflow.tasks import KINDS
+from megaflow.models.planner import kinds_of
+from megaflow.models.qwen3 import qwen3_graph
 model = Geometry(1, 4096, 12288, 32, 8, 128, 151936, False, 1e-6, 4096)
+kinds = kinds_of(qwen3_graph(model, 4096))
 config = kernel_config(model, 1, H200, "bfloat16")
 for traced in (False, True):
-    resources, ptx = compile_kernel([kind.body for kind in KINDS], config, 90, traced=traced)
+    resources, ptx = compile_kernel([kind.body for kind in kinds], config, 90, traced=traced)
     timer = ptx.count("%globaltimer") - 2 * ptx.count("POLL:")  # a poll reads it before and in its loop
     print(json.dumps({"smid": ptx.count("%smid"), "timer": timer} | dataclasses.asdict(resources)))
 """
@@ -56,7 +64,7 @@ def compiled_by(program: str, *arguments: object) -> list[dict[str, int]]:
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_no_register_spills_and_two_workers_fit_the_shared_memory_of_an_sm(capability):
     compiled = compiled_by(PROGRAM, capability)
-    assert len(compiled) == 2 * len(TOKEN_TILES)
+    assert len(compiled) == 3 * len(TOKEN_TILES)
     for resources in compiled:
         assert resources["stack"] == 0, resources
         assert resources["registers"] <= 255, resources

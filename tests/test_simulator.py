@@ -113,6 +113,11 @@ def test_irregular_tiles_beyond_the_filled_share_do_nothing():
     assert (simulation.end - simulation.run).tolist() == pytest.approx([4 + 5, 2 + 5, 0, 0])
 
 
+def test_irregular_tiles_beyond_the_expected_places_do_nothing_whatever_the_context():
+    simulation = simulate(planned([tiles("op", 4, 40, irregular=True, expected=1.5)], 4), COSTS, fill=0)
+    assert (simulation.end - simulation.run).tolist() == pytest.approx([4 + 5, 2 + 5, 0, 0])
+
+
 def test_a_tile_from_a_drain_costs_a_ticket_and_every_worker_draws_one_too_many():
     plan = planned([tiles("op", 4, 40, irregular=True)], 2, Hybrid())
     simulation = simulate(plan, COSTS)
