@@ -50,15 +50,15 @@ THREADS = tl.constexpr(128)
 def look_up(row, place):
     """The number of active experts, the expert at a place, where its pairs begin, and where they end.
 
-    Loops depend on them, so all threads need the same ones. After an abort the lists may change while they are read:
-    each number is loaded by one thread, and a reduction hands it to all.
+    Loops depend on them, so all threads need the same ones, but after an abort the lists may change while they are
+    read. What thread 0 has seen goes to all, in one reduction of the four numbers side by side.
     """
-    o = tl.arange(0, THREADS)
-    p_expert = pointer(row, ACTIVE, tl.int32) + place
-    p_bound = pointer(row, INDPTR, tl.int32) + place + o - 2
-    p_number = tl.where(o == 0, pointer(row, ACTIVE_COUNT, tl.int32), tl.where(o == 1, p_expert, p_bound))
-    numbers = tl.load(p_number, mask=o < 4, other=0).to(tl.int64) & 0xFFFF
-    packed = tl.sum(tl.where(o < 4, numbers << (o * 16), 0), 0)
+    p_bound = pointer(row, INDPTR, tl.int32) + place
+    packed = tl.load(p_bound + 1).to(tl.int64) << 48
+    packed |= (tl.load(p_bound).to(tl.int64) & 0xFFFF) << 32
+    packed |= (tl.load(pointer(row, ACTIVE, tl.int32) + place).to(tl.int64) & 0xFFFF) << 16
+    packed |= tl.load(pointer(row, ACTIVE_COUNT, tl.int32)).to(tl.int64) & 0xFFFF
+    packed = tl.sum(tl.where(tl.arange(0, THREADS) == 0, packed, 0), 0)
     return (
         (packed & 0xFFFF).to(tl.int32),
         (packed >> 16 & 0xFFFF).to(tl.int32),
