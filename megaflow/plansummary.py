@@ -1,6 +1,8 @@
 """What the command plan prints: how a decode step is cut, what waits for what, and how even the workers' loads are."""
 
+import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +10,10 @@ import typer
 
 from megaflow.events import NONE
 from megaflow.plan import Plan
+from megaflow.regions import TiledOperator
 from megaflow.taskgraph import TaskGraph
+
+LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class OperatorLine:
-    """One operator of a plan. `bytes` is what all its tiles together read from device memory."""
+    """One operator of a plan. `bytes` is what all its tiles together read; of experts, as many as are likely active."""
 
     name: str
     grid: tuple[int, ...]
@@ -58,9 +63,10 @@ class PlanSummary:
     """What `plan` prints.
 
     Attributes:
-        lines: the operators outside layers and those of layer 0.
-        layers: number of layers, all of which are cut alike.
-        next_layer: the first operator of layer 1, which waits for layer 0; None if there is one layer.
+        lines: the operators outside layers and those of the first layer of each sort.
+        layers: number of layers.
+        alike: the layers of each sort, which are cut alike.
+        next_layer: the first operator of the first layer that is not in `lines`; None if all are.
         operators, tasks, events, edges: how many there are in all.
         waits, waits_left: waits of all tasks, and those that the schedule did not drop.
         queue_length, worker_bytes: by worker, tasks and bytes; None if dynamic: decided at run time.
@@ -70,6 +76,7 @@ class PlanSummary:
 
     lines: tuple[OperatorLine, ...]
     layers: int
+    alike: tuple[tuple[int, ...], ...]
     next_layer: OperatorLine | None
     operators: int
     tasks: int
@@ -94,7 +101,29 @@ def operator_line(graph: TaskGraph, number: int) -> OperatorLine:
         if len(need):
             producers = "+".join(graph.operators[p].name for p in tensor.producers)
             waits.append(Wait(producers, tensor.shape, int(need.min()), int(need.max())))
-    return OperatorLine(op.name, op.grid, op.tiles, op.tiles * op.tile_bytes, tuple(waits))
+    full = op.tiles if op.expected is None else op.tiles * op.expected / op.grid[0]
+    return OperatorLine(op.name, op.grid, op.tiles, round(full * op.tile_bytes), tuple(waits))
+
+
+def layer_sorts(operators: Sequence[TiledOperator]) -> tuple[tuple[int, ...], ...]:
+    """The numbers of layers whose operators are cut alike, sort by sort."""
+    layers: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
+    for op in operators:
+        if found := LAYER.match(op.name):
+            layers.setdefault(int(found[1]), []).append((op.name[found.end() :], op.grid))
+    sorts: dict[tuple[tuple[str, tuple[int, ...]], ...], list[int]] = {}
+    for number, parts in sorted(layers.items()):
+        sorts.setdefault(tuple(parts), []).append(number)
+    return tuple(map(tuple, sorts.values()))
+
+
+def in_words(layers: Sequence[int]) -> str:
+    """Layers by their numbers: "layer 1", "layers 1-27", "layers 3, 5"."""
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    if list(layers) == list(range(layers[0], layers[-1] + 1)):
+        return f"layers {layers[0]}-{layers[-1]}"
+    return f"layers {', '.join(map(str, layers))}"
 
 
 def summarise(plan: Plan, layers: int, planning_ms: float) -> PlanSummary:
@@ -104,8 +133,9 @@ def summarise(plan: Plan, layers: int, planning_ms: float) -> PlanSummary:
     verdict = plan.verify()
     verifying_ms = 1e3 * (time.perf_counter() - start)
     names = [op.name for op in graph.operators]
-    layered = [i for i, name in enumerate(names) if name.startswith("layers.")]
-    later = [i for i in layered if not names[i].startswith("layers.0.")]
+    alike = layer_sorts(graph.operators)
+    shown = {sort[0] for sort in alike}
+    later = [i for i, name in enumerate(names) if (at := LAYER.match(name)) and int(at[1]) not in shown]
     queue_length = worker_bytes = None
     if not plan.dynamic:
         tasks = np.diff(plan.queue_offsets)
@@ -116,6 +146,7 @@ def summarise(plan: Plan, layers: int, planning_ms: float) -> PlanSummary:
     return PlanSummary(
         lines=tuple(operator_line(graph, i) for i in range(len(names)) if i not in later),
         layers=layers,
+        alike=alike,
         next_layer=operator_line(graph, later[0]) if later else None,
         operators=len(names),
         tasks=graph.tasks,
@@ -129,6 +160,14 @@ def summarise(plan: Plan, layers: int, planning_ms: float) -> PlanSummary:
         planning_ms=planning_ms,
         verifying_ms=verifying_ms,
     )
+
+
+def next_waits(summary: PlanSummary, layers: Sequence[int]) -> str:
+    """What the first operator that is not in the table waits for, if it is one of these layers'."""
+    first = summary.next_layer
+    if first is None or not first.name.startswith(f"layers.{layers[0]}."):
+        return ""
+    return f"; {first.name} waits for {', '.join(map(str, first.waits))}"
 
 
 def print_summary(summary: PlanSummary) -> None:
@@ -145,10 +184,10 @@ def print_summary(summary: PlanSummary) -> None:
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         typer.echo(f"{name}  {grid}  {tiles}  {size}  {waits}".rstrip())
-        if i == last_of_layer and summary.next_layer is not None:
-            layers = "layer 1" if summary.layers == 2 else f"layers 1-{summary.layers - 1}"
-            first = summary.next_layer
-            typer.echo(f"{layers}: as layer 0; {first.name} waits for {', '.join(map(str, first.waits))}")
+        if i == last_of_layer:
+            for first, *others in summary.alike:
+                if others:
+                    typer.echo(f"{in_words(others)}: as layer {first}{next_waits(summary, others)}")
     run_time = "decided at run time"
     typer.echo(
         f"\n{summary.operators:,} operators, {summary.tasks:,} tasks, {summary.events:,} events, "

@@ -10,8 +10,10 @@ import torch
 from checkpoints import reference_tokens, small_config, small_moe_config, small_moe_model
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeForCausalLM
+from typer.testing import CliRunner
 
 from megaflow import CheckpointError, ConfigError, MegaModel, ScheduleError
+from megaflow.cli import app
 from megaflow.models.geometry import read_geometry
 from megaflow.models.prefill import mix_experts
 from megaflow.models.reference import ReferenceVM
@@ -280,3 +282,15 @@ def test_head_dim_may_follow_from_the_hidden_size():
     config = small_moe_config(hidden_size=128)
     del config.head_dim
     assert read_geometry(config).head_dim == 64
+
+
+def test_the_plan_command_shows_each_sort_of_layers_once(tmp_path):
+    small_moe_config(num_hidden_layers=7, decoder_sparse_step=2, mlp_only_layers=[5]).save_pretrained(tmp_path)
+    result = CliRunner().invoke(app, ["plan", str(tmp_path), "--batch", "2"])
+    assert result.exit_code == 0, result.output
+    shown = [line.split()[0] for line in result.stdout.splitlines() if line.startswith("layers.")]
+    assert shown[:5] == [f"layers.0.{part}" for part in ("qkv", "attention", "o_proj", "gate_up", "down")]
+    sparse = ("qkv", "attention", "o_proj", "router", "topk", "group", "expert_gate_up", "expert_down", "combine")
+    assert shown[5:] == [f"layers.1.{part}" for part in sparse]
+    assert "layers 2, 4, 5, 6: as layer 0; layers.2.qkv waits for layers.1.combine" in result.stdout
+    assert "layer 3: as layer 1\n" in result.stdout
