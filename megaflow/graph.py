@@ -35,6 +35,12 @@ class Tensor:
     shape: tuple[Dim, ...]
     dtype: str = "model"
 
+    @property
+    def width(self) -> int:
+        """The last dimension, which must be a number."""
+        assert isinstance(self.shape[-1], int), self
+        return self.shape[-1]
+
     def bind(self, symbols: Mapping[str, int]) -> tuple[int, ...]:
         """The shape in numbers. Raises PlanError for a symbol that `symbols` lacks."""
         missing = [d.name for d in self.shape if isinstance(d, Symbol) and d.name not in symbols]

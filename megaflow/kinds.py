@@ -17,7 +17,7 @@ from megaflow.regions import Access, MicroBatch, Span, TiledOperator
 
 ROW_WIDTH = 24  # int64 fields in a row of the operator table
 Buffers = Mapping[str, torch.Tensor]
-Place = tuple[int | slice, ...]  # an index into a tensor
+Place = tuple[int | slice | torch.Tensor, ...]  # an index into a tensor
 
 
 @dataclass(frozen=True)

@@ -97,14 +97,14 @@ def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     return residual_row(op, buffers) | {
         "x": at("expert_out").data_ptr(),
         "x_stride": at("expert_out").stride(0),
-        "rows": op.tensor("h").shape[1],
+        "rows": op.tensor("h").width,
         "run": tiled.param("run"),
         "batch": tiled.param("batch"),
         "out": at("out").data_ptr(),
         "out_stride": at("out").stride(0),
         "weights": at("weights").data_ptr(),
         "weights_stride": at("weights").stride(0),
-        "slots": op.tensor("weights").shape[1],
+        "slots": op.tensor("weights").width,
     }
 
 

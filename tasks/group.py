@@ -96,7 +96,7 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
 
 def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     at = by_role(op, buffers)
-    slots = op.tensor("experts").shape[1]
+    slots = op.tensor("experts").width
     return {
         "experts": at("experts").data_ptr(),
         "experts_stride": at("experts").stride(0),

@@ -84,8 +84,8 @@ def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     return {
         "logits": at("logits").data_ptr(),
         "logits_stride": at("logits").stride(0),
-        "count": op.tensor("logits").shape[1],
-        "slots": op.tensor("experts").shape[1],
+        "count": op.tensor("logits").width,
+        "slots": op.tensor("experts").width,
         "normalised": int(op.attrs["norm_topk_prob"]),
         "experts": at("experts").data_ptr(),
         "experts_stride": at("experts").stride(0),
@@ -104,7 +104,7 @@ def oracle(inputs: dict[str, torch.Tensor], slots: int, norm_topk_prob: bool) ->
 
 
 def run_tile(tile: Tile) -> None:
-    slots = tile.op.tensor("experts").shape[1]
+    slots = tile.op.tensor("experts").width
     outputs = oracle({"logits": tile.read("logits")}, slots, tile.op.attrs["norm_topk_prob"])
     for role, values in outputs.items():
         tile.write(role, values)
