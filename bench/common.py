@@ -26,8 +26,8 @@ GEOMETRIES = {
 EXPERTS = {"Qwen3-30B-A3B": (128, 8, 768)}  # experts of a layer, of a token; width of each
 
 
-def qwen3_config(name: str) -> Qwen3Config | Qwen3MoeConfig:
-    """The configuration of a published Qwen3 model, without an eos token."""
+def qwen3_config(name: str, **changes: Any) -> Qwen3Config | Qwen3MoeConfig:
+    """The configuration of a published Qwen3 model, without an eos token; `changes` are fields of it."""
     hidden, intermediate, layers, heads, kv_heads, tied = GEOMETRIES[name]
     fields = {
         "vocab_size": 151936,
@@ -43,6 +43,7 @@ def qwen3_config(name: str) -> Qwen3Config | Qwen3MoeConfig:
         "rms_norm_eps": 1e-6,
         "eos_token_id": None,
         "pad_token_id": 0,
+        **changes,
     }
     if name not in EXPERTS:
         return Qwen3Config(**fields)
@@ -56,15 +57,15 @@ def qwen3_config(name: str) -> Qwen3Config | Qwen3MoeConfig:
     )
 
 
-def random_model(name: str, seed: int = 0) -> Qwen3:
-    """A transformers model of that geometry with random bfloat16 weights, made on the GPU."""
+def random_model(name: str, seed: int = 0, **changes: Any) -> Qwen3:
+    """A transformers model of that geometry, but for `changes`, with random bfloat16 weights, made on the GPU."""
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cuda"):
             kind = Qwen3MoeForCausalLM if name in EXPERTS else Qwen3ForCausalLM
-            model = kind(qwen3_config(name)).eval()
+            model = kind(qwen3_config(name, **changes)).eval()
     finally:
         torch.set_default_dtype(before)
     with torch.no_grad():

@@ -55,6 +55,32 @@ def test_errors_are_within_one_and_a_half_times_those_of_transformers(models, ba
         assert error.max() <= 1.5 * their_error.max(), schedule
 
 
+@pytest.fixture(scope="module")
+def sparse_models():
+    """Four layers of Qwen3-30B-A3B: transformers in bfloat16 and in float32, and megaflow, with the same weights."""
+    hf = random_model("Qwen3-30B-A3B", num_hidden_layers=4)
+    mega = MegaModel.from_hf(hf, max_batch_size=64, max_seq_len=128, progress=False)
+    yield hf, copy.deepcopy(hf).float(), mega
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_errors_of_a_model_with_experts_are_within_one_and_a_half_times_those_of_transformers(sparse_models, batch):
+    hf, reference, mega = sparse_models
+    ids = torch.randint(0, hf.config.vocab_size, (batch, 96 + STEPS), device="cuda")
+    exact, theirs = logits_of(reference, ids), logits_of(hf, ids)
+    their_error = (theirs - exact).norm(dim=-1) / exact.norm(dim=-1)
+    runs = []
+    for schedule in ("static", "dynamic", "hybrid", "unfused"):
+        mega.set_schedule(schedule)
+        got = [mega.prefill(ids[:, :96])] + [mega.decode(ids[:, 96 + i]) for i in range(STEPS)]
+        runs.append(torch.stack(got, 1))
+        error = (runs[-1] - exact).norm(dim=-1) / exact.norm(dim=-1)
+        print(f"{schedule} batch {batch}: {error.mean():.5f}, transformers bf16 {their_error.mean():.5f}")
+        assert error.mean() <= 1.5 * their_error.mean(), schedule
+        assert torch.equal(runs[-1], runs[0]), schedule
+
+
 @pytest.mark.parametrize("batch", [1, 7, 33])
 def test_a_step_repeated_200_times_is_bit_identical_in_static_mode(models, batch):
     mega = models[2]
