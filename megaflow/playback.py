@@ -5,6 +5,7 @@ worker at the drain, and no worker passes the drain before its last tile has end
 play that ends shows that launches do, whoever takes which tile.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +63,7 @@ class Playback:
         notifies = np.stack([plan.column("notify0"), plan.column("notify1")], 1)
         self._notifies = notifies.astype(np.int64)
         self._is_task = plan.is_task
+        self._first_tile, self._tiles = plan.column("c0"), plan.column("c1")  # of drains
         self.count = np.bincount(notifies[notifies != NONE], minlength=len(plan.event_need))
         self._waits = waits = Waits.of(plan)
         # an event that is notified more often than a wait needs says nothing about any one notifier
@@ -124,25 +126,27 @@ class Playback:
     def _able_heads(self) -> np.ndarray:
         heads = self._heads()
         able = self._can_start(heads)
-        for i in np.flatnonzero(~self._is_task[heads]):
-            able[i] = self._ended[self._drained(heads[i])].all()
+        for tiles, here in self._at_drains(heads):
+            able[here] = self._ended[tiles].all()
         return heads[able]
 
     def _able_free(self) -> np.ndarray:
         if self.plan.dynamic:
             waiting = np.flatnonzero(~self._ended)
             return waiting[self._can_start(waiting)]
-        heads = self._heads()
         able = [np.zeros(0, np.int64)]
-        for start, stop in {(r.start, r.stop) for r in map(self._drained, heads[~self._is_task[heads]])}:
-            tiles = np.arange(start, stop)
+        for tiles, _ in self._at_drains(self._heads()):
             waiting = tiles[~self._ended[tiles]]
             able.append(waiting[np.logical_and.accumulate(self._can_start(waiting))])
         return np.concatenate(able)
 
-    def _drained(self, drain: int) -> slice:
-        start = int(self.plan.column("c0")[drain])
-        return slice(start, start + int(self.plan.column("c1")[drain]))
+    def _at_drains(self, heads: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """For each drain that workers have come to the records of its tiles, and which of the heads are there."""
+        here = np.flatnonzero(~self._is_task[heads])
+        first = self._first_tile[heads[here]]
+        for start in np.unique(first):
+            at = here[first == start]
+            yield np.arange(start, start + self._tiles[heads[at[0]]]), at
 
     def _end(self, records: np.ndarray) -> None:
         """Run records that can: note what they know, and tell those who wait for them."""

@@ -177,15 +177,17 @@ def check_order(plan: Plan, play: Playback) -> int:
         late = slice(first[consumer], first[consumer + 1])
         for producer, pairs in conflicts.items():
             early = slice(first[producer], first[producer + 1])
-            wanted, column = np.unique(columns[early], return_inverse=True)
+            told_by = columns[early] if (columns[early, 0] != columns[early, 1]).any() else columns[early, :1]
+            wanted, column = np.unique(told_by, return_inverse=True)
+            column = column.reshape(told_by.shape)
             known = play.known[rows[late, None], wanted]
             for a, b in pairs:
                 meeting = meeting_of(a, graph.operators[producer].grid, b, graph.operators[consumer].grid)
                 least = known[meeting.groups].min(1)
-                ended = (least[:, column.reshape(-1, 2)] > place[early]).any(2)
+                ended = (least[:, column] > place[early]).any(2)
                 if not (ended.T | ~meeting.meets).all():
                     tile, group = np.argwhere(meeting.meets & ~ended.T)[0]
-                    told = (known[:, column.reshape(-1, 2)[tile]] > place[early][tile]).any(1)
+                    told = (known[:, column[tile]] > place[early][tile]).any(1)
                     other = meeting.groups[group][told[meeting.groups[group]].argmin()]
                     raise VerificationError(
                         f"{graph.task_name(late.start + other)} may start before "
