@@ -8,7 +8,7 @@ Steps follow each other without a reset: nothing starts before the final event o
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -61,6 +61,11 @@ class TaskGraph:
     @property
     def tasks(self) -> int:
         return len(self.operator)
+
+    @cached_property
+    def first_task(self) -> np.ndarray:
+        """int64 [operators + 1]: the number of each operator's first task, and last the number of tasks."""
+        return np.concatenate(([0], np.cumsum([op.tiles for op in self.operators])))
 
     def task_bytes(self) -> np.ndarray:
         """int64 [N]: bytes that each task reads from device memory."""

@@ -38,8 +38,6 @@ class TracedLaunch:
         """From the kernel's stamps, int64 [S, N, STAMP_WIDTH]."""
         field = {name: stamps[..., i] for i, name in enumerate(STAMP_FIELDS)}
         place = field.pop("place")
-        for name in ("wait_start", "run_start"):  # tasks whose body is left out have none
-            field[name] = np.where(field[name] == 0, field["start"], field[name])
         return TracedLaunch(plan, **field, worker=place & (1 << SM_SHIFT) - 1, sm=place >> SM_SHIFT)
 
     @property
@@ -66,7 +64,7 @@ class TracedLaunch:
 
     def active(self) -> np.ndarray:
         """int64 [S, operators]: from the first run_start of an operator's tasks to their last end."""
-        first = np.cumsum([0] + [op.tiles for op in self.plan.graph.operators[:-1]])
+        first = self.plan.graph.first_task[:-1]
         return np.maximum.reduceat(self.end, first, 1) - np.minimum.reduceat(self.run_start, first, 1)
 
 

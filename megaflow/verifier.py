@@ -168,7 +168,7 @@ def check_order(plan: Plan, play: Playback) -> int:
     graph = plan.graph
     record_of = np.empty(graph.tasks, np.int64)
     record_of[plan.column("task")[plan.is_task]] = np.flatnonzero(plan.is_task)
-    first = np.concatenate(([0], np.cumsum([op.tiles for op in graph.operators])))
+    first = graph.first_task
     columns, place = play.columns(record_of)
     rows = play.row_of[record_of]
     meeting_of = cache(Meeting.of)  # layers repeat each other

@@ -82,7 +82,7 @@ class Deal:
         before: Mapping[str, Sequence[str]],
     ) -> None:
         index = {op.name: i for i, op in enumerate(graph.operators)}
-        first = np.concatenate(([0], np.cumsum([op.tiles for op in graph.operators])))
+        first = graph.first_task
         self.worker = np.full(graph.tasks, ANYBODY, np.int64)
         self.group = np.zeros(graph.tasks, np.int64)
         self.level = np.zeros(graph.tasks, np.int64)

@@ -76,7 +76,7 @@ def plan_or_none(ops: list[TiledOperator], schedule: Schedule, workers: int) -> 
 
 def conflicting_tiles(graph: TaskGraph) -> np.ndarray:
     """bool [N, N]: tile i of an earlier operator touches what tile j of a later one touches, and one writes."""
-    first = np.concatenate(([0], np.cumsum([op.tiles for op in graph.operators])))
+    first = graph.first_task
     conflicts = np.zeros((graph.tasks, graph.tasks), bool)
     for p, early in enumerate(graph.operators):
         for c in range(p + 1, len(graph.operators)):

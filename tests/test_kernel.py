@@ -44,11 +44,10 @@ def run(plan: Plan, launches: tuple[int, ...]) -> list[np.ndarray]:
     graph = plan.graph
     clock = torch.zeros(1, dtype=torch.int32, device=device)
     stamps = torch.zeros((max(launches), graph.tasks, 2), dtype=torch.int32, device=device)
-    firsts = np.concatenate(([0], np.cumsum([o.tiles for o in graph.operators])))
     table = torch.zeros((len(graph.operators), ROW_WIDTH), dtype=torch.int64)
     for i, operator in enumerate(graph.operators):
         width = operator.grid[1] if len(operator.grid) > 1 else 1
-        fields = [clock.data_ptr(), stamps.data_ptr(), int(firsts[i]), graph.tasks, width]
+        fields = [clock.data_ptr(), stamps.data_ptr(), int(graph.first_task[i]), graph.tasks, width]
         table[i, : len(fields)] = torch.tensor(fields)
     loaded = LoadedPlan(plan, table.to(device), new_control(device), [stamp_body], config(1))
     results = []
