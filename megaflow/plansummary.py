@@ -1,6 +1,5 @@
 """What the command plan prints: how a decode step is cut, what waits for what, and how even the workers' loads are."""
 
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +9,8 @@ import typer
 
 from megaflow.events import NONE
 from megaflow.plan import Plan
-from megaflow.regions import TiledOperator
+from megaflow.regions import LAYER, TiledOperator
 from megaflow.taskgraph import TaskGraph
-
-LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -109,8 +106,8 @@ def layer_sorts(operators: Sequence[TiledOperator]) -> tuple[tuple[int, ...], ..
     """The numbers of layers whose operators are cut alike, sort by sort."""
     layers: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
     for op in operators:
-        if found := LAYER.match(op.name):
-            layers.setdefault(int(found[1]), []).append((op.name[found.end() :], op.grid))
+        if op.layer is not None:
+            layers.setdefault(op.layer, []).append((LAYER.sub("", op.name), op.grid))
     sorts: dict[tuple[tuple[str, tuple[int, ...]], ...], list[int]] = {}
     for number, parts in sorted(layers.items()):
         sorts.setdefault(tuple(parts), []).append(number)
@@ -135,7 +132,7 @@ def summarise(plan: Plan, layers: int, planning_ms: float) -> PlanSummary:
     names = [op.name for op in graph.operators]
     alike = layer_sorts(graph.operators)
     shown = {sort[0] for sort in alike}
-    later = [i for i, name in enumerate(names) if (at := LAYER.match(name)) and int(at[1]) not in shown]
+    later = [i for i, op in enumerate(graph.operators) if op.layer is not None and op.layer not in shown]
     queue_length = worker_bytes = None
     if not plan.dynamic:
         tasks = np.diff(plan.queue_offsets)

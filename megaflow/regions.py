@@ -5,9 +5,12 @@ moves with one grid axis or does not move at all, so the region of a tile is a b
 their boxes overlap. Events are derived from this alone (megaflow.events).
 """
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
+
+LAYER = re.compile(r"layers\.(\d+)\.")  # the beginning of the names of operators in layers
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,12 @@ class TiledOperator:
     @property
     def tiles(self) -> int:
         return int(np.prod(self.grid))
+
+    @property
+    def layer(self) -> int | None:
+        """The layer that it belongs to, by its name; None outside layers."""
+        found = LAYER.match(self.name)
+        return int(found[1]) if found else None
 
     def param(self, name: str) -> int:
         return dict(self.params)[name]

@@ -92,9 +92,10 @@ class Decoder:
             **routing_symbols(model.experts, max_batch_size),
             LOGIT_PARTS.name: -(-model.vocab // smallest_rows(model, device)),
         }
+        # a plan's control block, of which stop_step is a word, comes with the plan
+        known = {*self.buffers, "stop_step"}
         for tensor in self.graph.tensors.values():
-            # a plan's control block, of which stop_step is a word, comes with the plan
-            if tensor.name not in self.buffers and tensor.name != "stop_step":
+            if tensor.name not in known:
                 self.working[tensor.name] = self._activation(tensor, limits)
 
     @property

@@ -1,19 +1,11 @@
 """What a schedule is given: tiled operators, and how to cut them for a part of the batch."""
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megaflow.regions import MicroBatch, TiledOperator
 
-LAYER = re.compile(r"layers\.(\d+)\.")
 Cut = Callable[[int, MicroBatch], TiledOperator]
-
-
-def layer_of(operator: str) -> int | None:
-    """The layer that an operator belongs to, by its name; None outside layers."""
-    found = LAYER.match(operator)
-    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True)
@@ -38,11 +30,11 @@ class Program:
     @property
     def layers(self) -> int:
         """Number of layers, 0 if operators are not named by layer."""
-        return 1 + max((layer for op in self.operators if (layer := layer_of(op.name)) is not None), default=-1)
+        return 1 + max((op.layer for op in self.operators if op.layer is not None), default=-1)
 
     def shortened(self, layers: int) -> "Program":
         """The program without the layers from number `layers` on, to predict with: it computes something else."""
-        kept = [i for i, op in enumerate(self.operators) if (layer_of(op.name) or 0) < layers]
+        kept = [i for i, op in enumerate(self.operators) if (op.layer or 0) < layers]
         cut = self.cut
         return Program(
             tuple(self.operators[i] for i in kept),

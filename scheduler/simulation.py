@@ -7,7 +7,7 @@ import numpy as np
 import typer
 
 from megaflow.plan import Plan
-from megaflow.scheduler.program import LAYER
+from megaflow.regions import LAYER
 
 
 @dataclass(frozen=True)

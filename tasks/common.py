@@ -29,6 +29,12 @@ def token_access(op: Operator, tiling: Tiling, role: str) -> Access:
     return Access(op.tensor(role).name, shape, spans)
 
 
+def whole_access(op: Operator, tiling: Tiling, role: str) -> Access:
+    """All of a tensor, which every tile touches."""
+    shape = tiling.shape(op, role)
+    return Access(op.tensor(role).name, shape, tuple(map(Span.whole, shape)))
+
+
 def by_role(op: Operator, buffers: Buffers) -> Callable[[str], torch.Tensor]:
     """A function from a role in the operator to the tensor that plays it."""
     return lambda role: buffers[op.tensor(role).name]

@@ -6,12 +6,14 @@ read. The rest is as in megaflow.tasks.linear, but for the rows of x and out: th
 CONFIG.tokens at a time. `out` has a row for each pair; `x` has one for each pair, or for each token.
 """
 
+from functools import partial
+
 from megaflow.backend import jit, tl
 from megaflow.device import await_inputs
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, TaskKind, Tiling
 from megaflow.regions import Access, Span, TiledOperator
-from megaflow.tasks.common import by_role, number, pointer
+from megaflow.tasks.common import by_role, number, pointer, whole_access
 from megaflow.tasks.expert_oracle import oracle, run_tile
 from megaflow.tasks.group import LISTS
 from megaflow.tasks.linear import rows_per_task
@@ -124,9 +126,7 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
     expected = expected_active(experts, tiling.batch, pairs // tiling.batch)
     height = rows_per_task(rows, config, tiling.workers, max(1, round(expected)))
 
-    def whole(role: str) -> Access:
-        shape = tiling.shape(op, role)
-        return Access(op.tensor(role).name, shape, tuple(map(Span.whole, shape)))
+    whole = partial(whole_access, op, tiling)
 
     # tensors whose rows are pairs count as [places, width] here: the pairs of a place are known only on the device
     def by_place(role: str, across: Span) -> Access:

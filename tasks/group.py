@@ -14,8 +14,8 @@ from megaflow.backend import jit, tl
 from megaflow.device import await_inputs
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, TaskKind, Tile, Tiling
-from megaflow.regions import Access, Span, TiledOperator
-from megaflow.tasks.common import by_role, number, pointer
+from megaflow.regions import TiledOperator
+from megaflow.tasks.common import by_role, number, pointer, whole_access
 
 FIELDS = ("experts", "experts_stride", "batch", "slots", "slot_shift", "count", "active", "active_count", "indptr",
           "pairs")  # fmt: skip
@@ -77,18 +77,14 @@ def group_body(row, c_unused1, c_unused2, c_unused3, step, inputs, CONFIG: tl.co
 
 
 def tile(op: Operator, tiling: Tiling) -> TiledOperator:
-    def whole(role: str) -> Access:
-        shape = tiling.shape(op, role)
-        return Access(op.tensor(role).name, shape, tuple(map(Span.whole, shape)))
-
     batch, slots = tiling.shape(op, "experts")
     assert tiling.part is None, "experts' lists are for the whole batch"
     return TiledOperator(
         op.name,
         op.kind,
         grid=(1,),
-        reads=(whole("experts"),),
-        writes=tuple(map(whole, LISTS)),
+        reads=(whole_access(op, tiling, "experts"),),
+        writes=tuple(whole_access(op, tiling, role) for role in LISTS),
         tile_bytes=batch * slots * 4,
         params=(("batch", batch),),
     )
