@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -155,13 +155,13 @@ def plan_step(model: str, batch: int, schedule: str, max_seq_len: int | None, wo
     from megaflow.models.qwen3 import qwen3_graph
     from megaflow.models.tiling import tiling
     from megaflow.scheduler import find_schedule
-    from megaflow.target import Device
+    from megaflow.target import H200
 
     geometry = read_geometry(read_configs(model)[0])
     limit = geometry.sequence_limit(max_seq_len)
     if not 1 <= batch <= LARGEST_BATCH:
         raise ConfigError(f"batch is {batch}; it must be 1 to {LARGEST_BATCH}")
-    device = Device(workers=workers, tiling_workers=workers, interpreted=False)
+    device = replace(H200, workers=workers, tiling_workers=workers)
     start = time.perf_counter()
     made = make_plan(
         qwen3_graph(geometry, limit),

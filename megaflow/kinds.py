@@ -15,7 +15,7 @@ from megaflow.errors import PlanError
 from megaflow.graph import BATCH, Operator
 from megaflow.regions import Access, MicroBatch, Span, TiledOperator
 
-ROW_WIDTH = 24  # int64 fields in a row of the operator table
+ROW_WIDTH = 32  # int64 fields in a row of the operator table
 Buffers = Mapping[str, torch.Tensor]
 Place = tuple[int | slice | torch.Tensor, ...]  # an index into a tensor
 
@@ -25,8 +25,9 @@ class KernelConfig:
     """Numbers compiled into the kernel. One compiled kernel serves all batch sizes and contexts.
 
     Attributes:
-        tokens: token rows of a tile (T); a tile's products use the tensor cores from 8 up.
-        rows: weight rows of a sub-tile, a power of two up to 64.
+        tokens: token rows of a tile (T), 1 or a multiple of 16; from there on products use the tensor cores.
+        rows: weight rows of a sub-tile: a power of two up to 64, with several tokens 64.
+        expert_tokens: token rows of a tile of an expert's linear layer.
         k_blocks: 64-column weight blocks that one iteration of the product takes, a power of two.
         stages: depth of the load pipeline in the product.
         prefetch: weight blocks along a row that a task brings into the L2 cache while it waits for its inputs.
@@ -40,6 +41,7 @@ class KernelConfig:
 
     tokens: int
     rows: int
+    expert_tokens: int
     k_blocks: int
     stages: int
     prefetch: int

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+WORKERS_PER_SM = 2
+SYSTEM_SHARED_MEMORY = 1024  # bytes of each program (CUDA programming guide, table of technical specifications)
+
 
 @dataclass(frozen=True)
 class Device:
@@ -12,24 +15,31 @@ class Device:
     Attributes:
         workers: resident programs of the persistent kernel.
         tiling_workers: workers that the tile sizes are chosen for.
+        shared_memory: bytes of shared memory of an SM that programs can have.
         interpreted: whether the kernel runs in Triton's interpreter.
     """
 
     workers: int
     tiling_workers: int
+    shared_memory: int
     interpreted: bool
 
+    @property
+    def worker_shared_memory(self) -> int:
+        """Bytes of shared memory of a worker: its part of an SM's, less what the system keeps of it."""
+        return self.shared_memory // WORKERS_PER_SM - SYSTEM_SHARED_MEMORY
 
-H200 = Device(workers=264, tiling_workers=264, interpreted=False)
+
+H200 = Device(workers=264, tiling_workers=264, shared_memory=228 * 1024, interpreted=False)
 # The interpreter runs programs one after another, so there is one worker. Operators are still cut as if there
 # were a few, so that tests see several tiles.
-INTERPRETER = Device(workers=1, tiling_workers=2, interpreted=True)
-WORKERS_PER_SM = 2
+INTERPRETER = Device(workers=1, tiling_workers=2, shared_memory=0, interpreted=True)
 
 
 def current_device(device: torch.device) -> Device:
     """The device that a model was put on."""
     if device.type == "cpu":
         return INTERPRETER
-    workers = WORKERS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
-    return Device(workers, workers, False)
+    properties = torch.cuda.get_device_properties(device)
+    workers = WORKERS_PER_SM * properties.multi_processor_count
+    return Device(workers, workers, properties.shared_memory_per_multiprocessor, False)

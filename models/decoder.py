@@ -13,7 +13,7 @@ from megaflow.models.experts import routing_symbols
 from megaflow.models.geometry import Geometry
 from megaflow.models.kv_cache import PagedKVCache
 from megaflow.models.planner import kinds_of, make_plan, operator_table
-from megaflow.models.qwen3 import ARRIVAL_LINE, LOGIT_PARTS, qwen3_graph
+from megaflow.models.qwen3 import LOGIT_PARTS, qwen3_graph
 from megaflow.models.stream import RESIDUAL_PARTS
 from megaflow.models.tiling import kernel_config, smallest_rows, tiling
 from megaflow.models.tuning import tuned
@@ -21,6 +21,7 @@ from megaflow.models.weights import Weights
 from megaflow.runtime import LoadedPlan, new_control
 from megaflow.scheduler import Auto, Schedule
 from megaflow.target import Device
+from megaflow.tasks.common import LINE
 from megaflow.tasks.packing import padded
 from megaflow.tasks.select import MAX_EOS
 from megaflow.trace import Trace
@@ -80,7 +81,7 @@ class Decoder:
         workspace = {
             "partial": torch.zeros(units * group * model.head_dim, device=where),
             "statistics": torch.zeros(units * group * 2, device=where),
-            "arrived": ints(max_batch_size, model.kv_heads, ARRIVAL_LINE),
+            "arrived": ints(max_batch_size, model.kv_heads, LINE),
         }
         self.constants = {**weights.buffers(), "cos": cos, "sin": sin, "block_table": cache.block_table}
         self.caches = {f"layers.{i}.k_cache": keys for i, keys in enumerate(cache.keys)}
@@ -210,8 +211,10 @@ class Decoder:
             stamps = plan.new_stamps(steps) if self._trace is not None else None
             plan.launch(steps, stamps)
             done = plan.finish()
-        except DeadlockError:  # attention may have stopped between its splits; the sequences are lost
-            self.working["arrived"].zero_()
+        except DeadlockError:  # tasks may have stopped between their splits; the sequences are lost
+            for name, buffer in self.working.items():
+                if name.startswith("arriv"):
+                    buffer.zero_()
             self.drop()
             raise
         if self._trace is not None and stamps is not None:

@@ -7,6 +7,7 @@ tiles beyond the active ones find nothing to do, so an inactive expert's weights
 from megaflow.graph import BATCH, Graph, Symbol, Tensor
 from megaflow.models.geometry import Experts, Geometry
 from megaflow.models.stream import Names, Stream, linear
+from megaflow.tasks.combine import combine_parts
 
 PAIRS = Symbol("pairs")  # of a token and one of its experts; pair token * per_token + slot
 PLACES = Symbol("places")  # in the list of active experts: the most that can be active
@@ -51,7 +52,7 @@ def sparse_mlp(g: Graph, model: Geometry, name: Names, stream: Stream, gamma: Te
     down = Tensor(name("expert_down"), (count, hidden, width))
     g.add(name("expert_down"), "expert_linear", {"x": middle, "weight": down, **lists}, {"out": out}, epilogue="store")
 
-    after = stream.after()
+    after = stream.after(Tensor("ssq_combined", (BATCH, combine_parts(hidden)), "float32"))
     g.add(
         name("combine"),
         "combine",

@@ -4,11 +4,11 @@ from megaflow.graph import BATCH, Graph, Symbol, Tensor
 from megaflow.models.experts import sparse_mlp
 from megaflow.models.geometry import Geometry
 from megaflow.models.stream import Names, Stream, linear, norm_weight, residual
+from megaflow.tasks.common import LINE
 
 LOGIT_PARTS = Symbol("logit_parts")  # tiles of the LM head along its rows
 PAGES = Symbol("pages")  # of a sequence, in the block table
 STEPS = Symbol("steps")  # of a launch
-ARRIVAL_LINE = 32  # int32 in a 128-byte line, which each arrival counter has to itself
 
 
 def qwen3_graph(model: Geometry, max_length: int) -> Graph:
@@ -77,7 +77,7 @@ def attention(g: Graph, model: Geometry, name: Names, qkv: Tensor, out: Tensor, 
     inputs = {role: Tensor(role, (), "float32") for role in ("cos", "sin", "partial", "statistics")}
     inputs["positions"] = Tensor("positions", (BATCH,), "int32")
     inputs["block_table"] = Tensor("block_table", (BATCH, PAGES), "int32")
-    inputs["arrived"] = Tensor("arrived", (BATCH, model.kv_heads, ARRIVAL_LINE), "int32")
+    inputs["arrived"] = Tensor("arrived", (BATCH, model.kv_heads, LINE), "int32")
     inputs |= {role: Tensor(name(role), ()) for role in ("k_cache", "v_cache")}
     inputs |= {role: norm_weight(name(role), model.head_dim) for role in ("q_norm", "k_norm")}
     g.add(

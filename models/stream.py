@@ -7,8 +7,11 @@ linear layer), and partial sums of squares of h, from which that layer takes the
 from dataclasses import dataclass
 
 from megaflow.graph import BATCH, Graph, Symbol, Tensor
+from megaflow.tasks.common import LINE
+from megaflow.tasks.linear import most_splits
+from megaflow.tasks.packing import blocks, padded
 
-RESIDUAL_PARTS = Symbol("residual_parts")  # tiles along h of an operator that adds to it
+RESIDUAL_PARTS = Symbol("residual_parts")  # tiles along h of a linear layer that adds to it
 
 
 @dataclass(frozen=True)
@@ -19,10 +22,10 @@ class Stream:
     normed: Tensor
     ssq: Tensor
 
-    def after(self) -> "Stream":
+    def after(self, ssq: Tensor) -> "Stream":
         """The stream that an operator leaves which adds to this one. Never in place: the two h tensors take turns."""
         other = Tensor("h_attended" if self.h.name == "h" else "h", self.h.shape, "float32")
-        return Stream(other, self.normed, Tensor("ssq", (BATCH, RESIDUAL_PARTS), "float32"))
+        return Stream(other, self.normed, ssq)
 
 
 @dataclass(frozen=True)
@@ -39,18 +42,31 @@ def norm_weight(name: str, width: int) -> Tensor:
     return Tensor(name, (width,), "float32")
 
 
+def workspace(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """Where the splits of a linear layer leave their sums and count how many have; layers share that of a part."""
+    part, rows = name.split(".")[-1], weight.shape[0]
+    assert isinstance(rows, int)
+    width = most_splits(rows) * padded(rows)
+    lines = blocks(rows) * LINE  # each tile of rows has a 128-byte line to itself
+    return {
+        "partials": Tensor(f"partials_{part}", (BATCH, width), "float32"),
+        "arrivals": Tensor(f"arrivals_{part}", (BATCH, lines), "int32"),
+    }
+
+
 def linear(g: Graph, name: str, stream: Stream, weight: Tensor, outputs: dict[str, Tensor], epilogue: str) -> None:
     """outputs = epilogue(weight @ norm(h))."""
-    g.add(name, "linear", {"x": stream.normed, "ssq": stream.ssq, "weight": weight}, outputs, epilogue=epilogue)
+    inputs = {"x": stream.normed, "ssq": stream.ssq, "weight": weight, **workspace(name, weight)}
+    g.add(name, "linear", inputs, outputs, epilogue=epilogue)
 
 
 def residual(g: Graph, name: str, x: Tensor, weight: Tensor, stream: Stream, gamma: Tensor) -> Stream:
     """h + weight @ x, and what the RMSNorm with weight `gamma` needs of it."""
-    after = stream.after()
+    after = stream.after(Tensor("ssq", (BATCH, RESIDUAL_PARTS), "float32"))
     g.add(
         name,
         "linear",
-        {"x": x, "weight": weight, "h": stream.h, "gamma": gamma},
+        {"x": x, "weight": weight, "h": stream.h, "gamma": gamma, **workspace(name, weight)},
         {"h_out": after.h, "out": after.normed, "ssq_out": after.ssq},
         epilogue="residual",
     )

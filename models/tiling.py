@@ -7,26 +7,27 @@ from megaflow.models.qwen3 import LOGIT_PARTS
 from megaflow.models.stream import RESIDUAL_PARTS
 from megaflow.target import Device
 from megaflow.tasks.linear import row_tiles
+from megaflow.tasks.packing import BLOCK
 
-TOKEN_TILES = (1, 16, 32)  # one compiled kernel each; a batch takes the first that holds it
+EXPERT_TOKENS = 16  # of one expert: most have fewer
+TOKEN_TILES = (1, 16, 64)  # one compiled kernel each; a batch takes the first that holds it
 
 
 def kernel_config(model: Geometry, batch: int, device: Device, dtype: str) -> KernelConfig:
     """Tile sizes for a batch. Batches over the largest token tile take several tiles of that size."""
     tokens = next((t for t in TOKEN_TILES if t >= batch), TOKEN_TILES[-1])
     if device.interpreted:  # few large tiles: the interpreter's time goes by operations, not by elements
-        rows, k_blocks, stages, prefetch = 64, 8, 1, 1
+        rows, k_blocks, stages, prefetch = BLOCK, 8, 1, 1
     elif tokens == 1:
         rows, k_blocks, stages, prefetch = (8, 8, 4, 16) if model.hidden < 2048 else (16, 4, 6, 16)
-    elif tokens == 16:
-        # with narrow heads the wider product spills registers on sm_100
-        rows, k_blocks, stages, prefetch = (16, 4, 4, 16) if model.head_dim == 128 else (16, 2, 6, 16)
     else:
-        rows, k_blocks, stages, prefetch = 16, 1, 6, 16
+        rows, k_blocks, prefetch = BLOCK, 2, 4
+        stages = device.worker_shared_memory // (k_blocks * (rows + tokens) * BLOCK * 2)
     heads = 1 << (model.group - 1).bit_length()
     return KernelConfig(
         tokens=tokens,
         rows=rows,
+        expert_tokens=min(tokens, EXPERT_TOKENS),
         k_blocks=k_blocks,
         stages=stages,
         prefetch=prefetch,
@@ -42,11 +43,10 @@ def kernel_config(model: Geometry, batch: int, device: Device, dtype: str) -> Ke
 def tiling(model: Geometry, batch: int, device: Device, dtype: str) -> Tiling:
     """How the model's graph is cut for a batch of `batch` sequences."""
     config = kernel_config(model, batch, device, dtype)
-    token_tiles = -(-batch // config.tokens)
     symbols = {
         "B": batch,
-        RESIDUAL_PARTS.name: row_tiles(model.hidden, config, device.tiling_workers, token_tiles),
-        LOGIT_PARTS.name: row_tiles(model.vocab, config, device.tiling_workers, token_tiles),
+        RESIDUAL_PARTS.name: row_tiles(model.hidden, config, device.tiling_workers),
+        LOGIT_PARTS.name: row_tiles(model.vocab, config, device.tiling_workers),
         **routing_symbols(model.experts, batch),
     }
     return Tiling(config, device.tiling_workers, symbols)

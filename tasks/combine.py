@@ -12,13 +12,11 @@ from megaflow.graph import Operator
 from megaflow.kinds import Buffers, TaskKind, Tile, Tiling
 from megaflow.regions import Access, Span, TiledOperator
 from megaflow.tasks.common import by_role, number, pointer
-from megaflow.tasks.linear import rows_per_task
 from megaflow.tasks.product import (
     BATCH,
     PRODUCT_FIELDS,
     RESIDUAL_FIELDS,
     ROWS,
-    RUN,
     SSQ_OUT,
     SSQ_OUT_STRIDE,
     X_STRIDE,
@@ -30,13 +28,17 @@ from megaflow.tasks.product import (
 FIELDS = (*PRODUCT_FIELDS, *RESIDUAL_FIELDS, "weights", "weights_stride", "slots")
 WEIGHTS, WEIGHTS_STRIDE, SLOTS = map(tl.constexpr, range(len(FIELDS) - 3, len(FIELDS)))
 
+TILE_COLUMNS = 128
+TILE_TOKENS = 4
+COLUMNS = tl.constexpr(TILE_COLUMNS)
+TOKENS = tl.constexpr(TILE_TOKENS)
 LOADED = tl.constexpr(8)  # experts' outputs that are loaded at once
 
 
 @jit
-def weighted_sum(row, o_n, o_t, mask, slots, CONFIG: tl.constexpr):
-    """float32 [rows, tokens]: weight * expert_out, summed over the experts of each token in order."""
-    y = tl.full([CONFIG.rows, CONFIG.tokens], 0.0, tl.float32)
+def weighted_sum(row, o_n, o_t, mask, slots):
+    """float32 [columns, tokens]: weight * expert_out, summed over the experts of each token in order."""
+    y = tl.full([COLUMNS, TOKENS], 0.0, tl.float32)
     p_x = pointer(row, X, tl.float32) + o_n[:, None]
     p_weight = pointer(row, WEIGHTS, tl.float32) + (o_t * number(row, WEIGHTS_STRIDE))[None, :]
     for first in range(0, slots, LOADED):
@@ -50,32 +52,29 @@ def weighted_sum(row, o_n, o_t, mask, slots, CONFIG: tl.constexpr):
 
 @jit
 def combine_body(row, c_column, c_token, c_unused, step, inputs, CONFIG: tl.constexpr):
-    R: tl.constexpr = CONFIG.rows
-    T: tl.constexpr = CONFIG.tokens
-    run = number(row, RUN)
-    width = number(row, ROWS)
-    slots = number(row, SLOTS)
-    o_t = c_token * T + tl.arange(0, T)
+    o_n = c_column * COLUMNS + tl.arange(0, COLUMNS)
+    o_t = c_token * TOKENS + tl.arange(0, TOKENS)
     m_t = o_t < number(row, BATCH)
+    mask = (o_n < number(row, ROWS))[:, None] & m_t[None, :]
+    slots = number(row, SLOTS)
     await_inputs(inputs)
-    ssq = tl.full([T], 0.0, tl.float32)
-    for i in range(0, run):
-        o_n = (c_column * run + i) * R + tl.arange(0, R)
-        mask = (o_n < width)[:, None] & m_t[None, :]
-        ssq += add_residual(row, weighted_sum(row, o_n, o_t, mask, slots, CONFIG), o_n, o_t, mask, CONFIG)
+    ssq = add_residual(row, weighted_sum(row, o_n, o_t, mask, slots), o_n, o_t, mask, CONFIG)
     tl.store(pointer(row, SSQ_OUT, tl.float32) + o_t * number(row, SSQ_OUT_STRIDE) + c_column, ssq, mask=m_t)
+
+
+def combine_parts(width: int) -> int:
+    """Tiles along h; also the number of partial sums of squares that a token gets."""
+    return -(-width // TILE_COLUMNS)
 
 
 def tile(op: Operator, tiling: Tiling) -> TiledOperator:
     assert tiling.part is None, "experts' lists are for the whole batch"
-    config = tiling.config
     batch, width = tiling.shape(op, "h")
     slots = tiling.shape(op, "weights")[1]
-    height = rows_per_task(width, config, tiling.workers, tiling.token_tiles)
-    across = Span.tiles(0, height)
+    across = Span.tiles(0, TILE_COLUMNS)
 
     def access(role: str, column: Span) -> Access:
-        return Access(op.tensor(role).name, tiling.shape(op, role), (Span.tiles(1, config.tokens), column))
+        return Access(op.tensor(role).name, tiling.shape(op, role), (Span.tiles(1, TILE_TOKENS), column))
 
     # for the order of tasks the rows of expert_out are places in the list of active experts, as for its writer
     places = tiling.shape(op, "active")[0]
@@ -83,12 +82,12 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
     return TiledOperator(
         op.name,
         op.kind,
-        grid=(-(-width // height), tiling.token_tiles),
+        grid=(combine_parts(width), -(-batch // TILE_TOKENS)),
         reads=(expert_out, access("weights", Span.whole(slots)), access("h", across)),
         writes=(access("h_out", across), access("out", across), access("ssq_out", Span.tiles(0, 1))),
-        tile_bytes=height * min(config.tokens, batch) * (slots + 1) * 4,
-        params=(("run", height // config.rows), ("batch", batch)),
-        tile_flops=2 * height * min(config.tokens, batch) * slots,
+        tile_bytes=TILE_COLUMNS * min(TILE_TOKENS, batch) * (slots + 1) * 4,
+        params=(("batch", batch),),
+        tile_flops=2 * TILE_COLUMNS * min(TILE_TOKENS, batch) * slots,
     )
 
 
@@ -98,7 +97,6 @@ def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
         "x": at("expert_out").data_ptr(),
         "x_stride": at("expert_out").stride(0),
         "rows": op.tensor("h").width,
-        "run": tiled.param("run"),
         "batch": tiled.param("batch"),
         "out": at("out").data_ptr(),
         "out_stride": at("out").stride(0),
@@ -120,8 +118,8 @@ def run_tile(tile: Tile) -> None:
     """A tile is some columns for some tokens."""
     inputs = {role: tile.read(role) for role in ("weights", "h")}
     (tokens, slots), columns = inputs["weights"].shape, inputs["h"].shape[1]
-    pair = tile.at[1] * tile.config.tokens * slots
-    column = tile.at[0] * tile.tiled.param("run") * tile.config.rows
+    pair = tile.at[1] * TILE_TOKENS * slots
+    column = tile.at[0] * TILE_COLUMNS
     inputs["expert_out"] = tile.buffer("expert_out")[pair : pair + tokens * slots, column : column + columns]
     inputs["gamma"] = tile.buffer("gamma")[column : column + columns]
     for role, values in oracle(inputs).items():

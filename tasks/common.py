@@ -9,6 +9,8 @@ from megaflow.graph import Operator
 from megaflow.kinds import Buffers, Tiling
 from megaflow.regions import Access, Span
 
+LINE = 32  # int32 in a 128-byte line, which each counter has to itself
+
 
 @jit
 def pointer(row, field: tl.constexpr, dtype: tl.constexpr):

@@ -3,9 +3,10 @@
 The tile's first coordinate is a place in the list of active experts (megaflow.tasks.group). There are as many places as
 experts can be active; a tile whose place is empty returns at once, so the weights of an expert without tokens are not
 read. The rest is as in megaflow.tasks.linear, but for the rows of x and out: those of the expert's pairs, gathered
-CONFIG.tokens at a time. `out` has a row for each pair; `x` has one for each pair, or for each token.
+CONFIG.expert_tokens at a time. `out` has a row for each pair; `x` has one for each pair, or for each token.
 """
 
+import math
 from functools import partial
 
 from megaflow.backend import jit, tl
@@ -16,7 +17,8 @@ from megaflow.regions import Access, Span, TiledOperator
 from megaflow.tasks.common import by_role, number, pointer, whole_access
 from megaflow.tasks.expert_oracle import oracle, run_tile
 from megaflow.tasks.group import LISTS
-from megaflow.tasks.linear import rows_per_task
+from megaflow.tasks.linear import TASK_COST, rows_per_task
+from megaflow.tasks.packing import blocks
 from megaflow.tasks.product import (
     EPILOGUE,
     K_BLOCKS,
@@ -74,7 +76,7 @@ def expert_linear_body(row, c_place, c_row, c_unused, step, inputs, CONFIG: tl.c
     B: tl.constexpr = WEIGHT_BLOCK
     KB: tl.constexpr = CONFIG.k_blocks
     R: tl.constexpr = CONFIG.rows
-    T: tl.constexpr = CONFIG.tokens
+    T: tl.constexpr = CONFIG.expert_tokens
     rows = number(row, ROWS)
     run = number(row, RUN)
     epilogue = number(row, EPILOGUE)
@@ -94,18 +96,18 @@ def expert_linear_body(row, c_place, c_row, c_unused, step, inputs, CONFIG: tl.c
             m_t = o_p < end
             pair = tl.load(pointer(row, PAIRS, tl.int32) + o_p, mask=m_t, other=0)
             o_x = pair // pairs_per_row
-            sums = squares(row, o_x, m_t, CONFIG)
-            acc = empty_product(CONFIG)
+            sums = squares(row, o_x, m_t, T)
+            acc = empty_product(CONFIG, T)
             for i in tl.range(0, steps, num_stages=CONFIG.stages):
                 first_row = first + i // rounds * R
                 k = i % rounds * KB
                 w = sub_tile(weight, first_row, k_blocks)
-                acc = multiply(acc, x, x_stride, w, k, k_blocks, o_x, m_t, CONFIG)
+                acc = multiply(acc, x, x_stride, w, k, k_blocks, o_x, m_t, CONFIG, T)
                 if k + KB >= k_blocks:
                     width = tl.maximum(number(row, NORM_WIDTH), 1)
                     scale = norm_scale(sums, number(row, PARTS), width, CONFIG)
-                    y = reduce_product(acc, CONFIG) * scale[None, :]
-                    acc = empty_product(CONFIG)
+                    y = reduce_product(acc, T) * scale[None, :]
+                    acc = empty_product(CONFIG, T)
                     o_n = first_row + tl.arange(0, R)
                     if epilogue == SILU:
                         store_silu(row, y, first_row, pair, m_t, CONFIG)
@@ -113,9 +115,21 @@ def expert_linear_body(row, c_place, c_row, c_unused, step, inputs, CONFIG: tl.c
                         store_product(row, y, o_n, pair, (o_n < rows)[:, None] & m_t[None, :])
 
 
-def expected_active(experts: int, batch: int, slots: int) -> float:
-    """Experts that have any pairs if each token chose its experts evenly."""
-    return experts * (1 - (1 - slots / experts) ** batch)
+def active_experts(experts: int, batch: int, slots: int) -> tuple[float, float]:
+    """How many experts have any pairs if each token chooses evenly: the mean and the standard deviation."""
+    idle = (1 - slots / experts) ** batch  # the chance that nobody chooses an expert
+    both_idle = idle * (1 - slots / max(experts - 1, 1)) ** batch
+    variance = experts * idle + experts * (experts - 1) * both_idle - (experts * idle) ** 2
+    return experts * (1 - idle), math.sqrt(max(variance, 0))
+
+
+def expert_height(rows: int, columns: int, active: tuple[float, float], tiling: Tiling) -> int:
+    """Weight rows of a task: what is best on average for the mean number of active experts and a deviation from it."""
+    config = tiling.config
+    mean, deviation = active
+    counts = [round(mean + side * deviation) for side in (-1, 0, 1)]
+    iterations = -(-blocks(columns) // config.k_blocks)
+    return rows_per_task(rows, config, tiling.workers, counts, TASK_COST / iterations if config.tokens > 1 else 0.25)
 
 
 def tile(op: Operator, tiling: Tiling) -> TiledOperator:
@@ -123,8 +137,8 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
     config = tiling.config
     experts, rows, columns = tiling.shape(op, "weight")
     (places,), (pairs,) = tiling.shape(op, "active"), tiling.shape(op, "pairs")
-    expected = expected_active(experts, tiling.batch, pairs // tiling.batch)
-    height = rows_per_task(rows, config, tiling.workers, max(1, round(expected)))
+    active = active_experts(experts, tiling.batch, pairs // tiling.batch)
+    height = expert_height(rows, columns, active, tiling)
 
     whole = partial(whole_access, op, tiling)
 
@@ -151,9 +165,9 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
         writes=(by_place("out", Span.tiles(1, height // 2 if silu else height)),),
         tile_bytes=height * columns * element_bytes,
         params=tuple(params),
-        tile_flops=round(2 * height * columns * pairs / expected),
+        tile_flops=round(2 * height * columns * pairs / active[0]),
         irregular=True,
-        expected=expected,
+        expected=active[0],
     )
 
 

@@ -1,146 +1,83 @@
-"""Linear layers: a tile of y = W x, with what precedes and follows it fused in.
+"""Linear layers: a tile of y = W x, with what precedes and follows it fused in (megaflow.tasks.linear_body).
 
-Before: the input may be an RMSNorm whose weight the producer has multiplied in already; what is left is the
-scale 1 / rms of each token, which commutes with the product. Producers hand over partial sums of squares, one
-per tile, so no consumer goes over the input again.
-After: the epilogue, one of STORE (qkv), RESIDUAL (add to the residual stream, prepare the next RMSNorm), SILU
-(gate and up rows alternate; y = silu(gate) * up) and LOGITS (store, and the best of the tile for argmax).
-
-One task is `run` sub-tiles of CONFIG.rows weight rows, by CONFIG.tokens tokens.
+One token: a task is as many sub-tiles of CONFIG.rows weight rows as let all workers finish together. Several tokens: a
+task is 64 rows by CONFIG.tokens tokens; where that makes fewer tasks than keep all workers busy, K is split.
 """
 
-from megaflow.backend import jit, tl
-from megaflow.device import await_inputs, prefetch
+from collections.abc import Sequence
+
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, KernelConfig, TaskKind, Tiling
 from megaflow.regions import Access, Span, TiledOperator
-from megaflow.tasks.common import by_role, number, pointer
+from megaflow.tasks.common import by_role
+from megaflow.tasks.linear_body import FIELDS, linear_body
 from megaflow.tasks.linear_oracle import oracle, run_tile
-from megaflow.tasks.packing import BLOCK
-from megaflow.tasks.product import (
-    BATCH,
-    EPILOGUE,
-    K_BLOCKS,
-    LOGITS,
-    NORM_WIDTH,
-    PARTS,
-    PRODUCT_FIELDS,
-    RESIDUAL,
-    RESIDUAL_FIELDS,
-    ROWS,
-    RUN,
-    SILU,
-    SSQ_OUT,
-    SSQ_OUT_STRIDE,
-    WEIGHT_BLOCK,
-    X_STRIDE,
-    W,
-    X,
-    add_residual,
-    empty_product,
-    multiply,
-    norm_scale,
-    product_row,
-    reduce_product,
-    residual_row,
-    squares,
-    store_product,
-    store_silu,
-    sub_tile,
-)
-
-FIELDS = (*PRODUCT_FIELDS, *RESIDUAL_FIELDS, "best_value", "best_index", "best_stride")
-BEST_VALUE, BEST_INDEX, BEST_STRIDE = map(tl.constexpr, range(len(FIELDS) - 3, len(FIELDS)))
+from megaflow.tasks.packing import BLOCK, blocks
+from megaflow.tasks.product import product_row, residual_row
 
 LONGEST_RUN = 32
+MOST_SPLITS = 8
+SPLIT_TILES = 1024  # tiles of all splits of one tile of tokens: bounds the workspace
+# what a task costs besides its product, in iterations of it (CONFIG.k_blocks weight blocks): its wait, its notify and
+# filling the load pipeline; as a split, leaving its sum; and for the last split adding up each of them
+TASK_COST, SPLIT_COST, ADD_COST = 6, 4, 0.3
 
 
-@jit
-def linear_body(row, c_row, c_token, c_unused, step, inputs, CONFIG: tl.constexpr):
-    B: tl.constexpr = WEIGHT_BLOCK
-    KB: tl.constexpr = CONFIG.k_blocks
-    R: tl.constexpr = CONFIG.rows
-    T: tl.constexpr = CONFIG.tokens
-    rows = number(row, ROWS)
-    run = number(row, RUN)
-    epilogue = number(row, EPILOGUE)
-    k_blocks = number(row, K_BLOCKS)
-    o_t = c_token * T + tl.arange(0, T)
-    m_t = o_t < number(row, BATCH)
-    x = pointer(row, X, CONFIG.element)
-    x_stride = number(row, X_STRIDE)
-    weight = pointer(row, W, CONFIG.element)
-    parts = number(row, PARTS)
-    width = tl.maximum(number(row, NORM_WIDTH), 1)
-    first = c_row * run * R
-    sub_tiles = tl.minimum(run, (rows - first + R - 1) // R)
-
-    o_k = tl.arange(0, CONFIG.prefetch)
-    w = sub_tile(weight, first, k_blocks)
-    prefetch(w + (o_k[:, None] * (B * B) + tl.arange(0, R)[None, :] * B), (o_k < k_blocks)[:, None])
-    await_inputs(inputs)
-    sums = squares(row, o_t, m_t, CONFIG)
-
-    ssq = tl.full([T], 0.0, tl.float32)
-    best = tl.full([T], float("-inf"), tl.float32)
-    best_row = tl.full([T], 0, tl.int32)
-    acc = empty_product(CONFIG)
-    # one loop over all sub-tiles, so that the load pipeline does not run dry between them
-    rounds = (k_blocks + KB - 1) // KB
-    for i in tl.range(0, sub_tiles * rounds, num_stages=CONFIG.stages):
-        first_row = first + i // rounds * R
-        k = i % rounds * KB
-        w = sub_tile(weight, first_row, k_blocks)
-        acc = multiply(acc, x, x_stride, w, k, k_blocks, o_t, m_t, CONFIG)
-        if k + KB >= k_blocks:
-            y = reduce_product(acc, CONFIG) * norm_scale(sums, parts, width, CONFIG)[None, :]
-            acc = empty_product(CONFIG)
-            o_n = first_row + tl.arange(0, R)
-            mask = (o_n < rows)[:, None] & m_t[None, :]
-            if epilogue == SILU:
-                store_silu(row, y, first_row, o_t, m_t, CONFIG)
-            elif epilogue == RESIDUAL:
-                ssq += add_residual(row, y, o_n, o_t, mask, CONFIG)
-            else:
-                store_product(row, y, o_n, o_t, mask)
-                if epilogue == LOGITS:
-                    candidate = tl.where(mask, y, float("-inf"))
-                    tile_best = tl.max(candidate, 0)
-                    tile_row = tl.min(tl.where(candidate == tile_best[None, :], o_n[:, None], rows), 0)
-                    best_row = tl.where(tile_best > best, tile_row, best_row)
-                    best = tl.maximum(best, tile_best)
-    if epilogue == RESIDUAL:
-        tl.store(pointer(row, SSQ_OUT, tl.float32) + o_t * number(row, SSQ_OUT_STRIDE) + c_row, ssq, mask=m_t)
-    elif epilogue == LOGITS:
-        at = o_t * number(row, BEST_STRIDE) + c_row
-        tl.store(pointer(row, BEST_VALUE, tl.float32) + at, best, mask=m_t)
-        tl.store(pointer(row, BEST_INDEX, tl.int32) + at, best_row, mask=m_t)
-
-
-def rows_per_task(rows: int, config: KernelConfig, workers: int, token_tiles: int) -> int:
+def rows_per_task(rows: int, config: KernelConfig, workers: int, counts: Sequence[int], task_cost: float) -> int:
     """Weight rows of one task: as many sub-tiles as let all workers finish at nearly the same time.
 
-    The busiest worker's sub-tiles decide the time; a quarter of a sub-tile stands for what a task costs in
-    itself (its wait, notify and the refill of the load pipeline).
+    Args:
+        counts: how many times the weight's tasks run (experts, of which it is not known how many are active): the
+            busiest worker's sub-tiles, on average over these, decide the time.
+        task_cost: what a task costs in itself (its wait, notify and the refill of the load pipeline), in sub-tiles.
     """
     sub_tiles = -(-rows // config.rows)
 
     def cost(run: int) -> float:
-        rounds = -(-(-(-sub_tiles // run) * token_tiles) // workers)
-        return rounds * (run + 0.25)
+        rounds = sum(-(-(-(-sub_tiles // run) * count) // workers) for count in counts)
+        return rounds * (run + task_cost)
 
     return config.rows * min(range(1, min(LONGEST_RUN, sub_tiles) + 1), key=cost)
 
 
-def row_tiles(rows: int, config: KernelConfig, workers: int, token_tiles: int) -> int:
-    """Number of tasks along the weight's rows; also the number of partial sums that a token gets."""
-    return -(-rows // rows_per_task(rows, config, workers, token_tiles))
+def row_height(rows: int, config: KernelConfig, workers: int) -> int:
+    """Weight rows of one tile."""
+    return config.rows if config.tokens > 1 else rows_per_task(rows, config, workers, (1,), 0.25)
+
+
+def row_tiles(rows: int, config: KernelConfig, workers: int) -> int:
+    """Number of tiles along the weight's rows; also the number of partial sums that a token gets."""
+    return -(-rows // row_height(rows, config, workers))
+
+
+def most_splits(rows: int) -> int:
+    """The most splits of K that a weight of so many rows can have."""
+    return max(1, min(MOST_SPLITS, SPLIT_TILES // -(-rows // BLOCK)))
+
+
+def split_span(rows: int, columns: int, config: KernelConfig, workers: int, token_tiles: int) -> int:
+    """Weight blocks of one split of K, so that all workers finish at nearly the same time and as soon as they can."""
+    k_blocks = blocks(columns)
+    tiles = -(-rows // BLOCK) * token_tiles
+
+    def cost(iterations: int) -> float:
+        splits = -(-k_blocks // (iterations * config.k_blocks))
+        if splits > most_splits(rows):
+            return float("inf")
+        added = SPLIT_COST + splits * ADD_COST if splits > 1 else 0
+        return -(-tiles * splits // workers) * (iterations + TASK_COST + added)
+
+    return config.k_blocks * min(range(1, -(-k_blocks // config.k_blocks) + 1), key=cost)
 
 
 def tile(op: Operator, tiling: Tiling) -> TiledOperator:
     config = tiling.config
     rows, columns = tiling.shape(op, "weight")
-    height = rows_per_task(rows, config, tiling.workers, tiling.token_tiles)
+    height = row_height(rows, config, tiling.workers)
+    span = blocks(columns)
+    if config.tokens > 1 and "partials" in op.inputs:
+        span = split_span(rows, columns, config, tiling.workers, tiling.token_tiles)
+    splits = -(-blocks(columns) // span)
 
     def access(role: str, column: Span | None = None) -> Access:
         shape = tiling.shape(op, role)
@@ -149,7 +86,7 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
 
     across = Span.tiles(0, height)
     reads, writes = [access("x")], []
-    params = [("run", height // config.rows), ("batch", tiling.sequences)]
+    params = [("run", height // config.rows), ("span", span), ("batch", tiling.sequences)]
     if "ssq" in op.inputs:
         reads.append(access("ssq"))
         params.append(("parts", tiling.shape(op, "ssq")[1]))
@@ -162,26 +99,29 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
         writes.append(access("out", across))
     if op.attrs["epilogue"] == "logits":
         writes += [access(role, Span.tiles(0, 1)) for role in ("best_value", "best_index")]
+    if splits > 1:
+        writes.append(access("partials"))
     token_tiles = -(-tiling.sequences // config.tokens)
     element_bytes = config.element.primitive_bitwidth // 8
+    columns_of_split = min(span * BLOCK, columns)
     return TiledOperator(
         op.name,
         op.kind,
         # the token tiles of one weight tile run side by side
-        grid=(-(-rows // height), token_tiles),
+        grid=(-(-rows // height), token_tiles, splits),
         reads=tuple(reads),
         writes=tuple(writes),
-        tile_bytes=height * columns * element_bytes,
+        tile_bytes=height * columns_of_split * element_bytes,
         params=tuple(params),
-        tile_flops=2 * height * columns * min(config.tokens, tiling.sequences),
-        early_bytes=config.rows * min(config.prefetch * BLOCK, columns) * element_bytes,
+        tile_flops=2 * height * columns_of_split * min(config.tokens, tiling.sequences),
+        early_bytes=config.rows * min(config.prefetch * BLOCK, columns_of_split) * element_bytes,
         readers=token_tiles,
     )
 
 
 def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     at = by_role(op, buffers)
-    values = product_row(op, tiled, buffers) | {"batch": tiled.param("batch")}
+    values = product_row(op, tiled, buffers) | {"batch": tiled.param("batch"), "span": tiled.param("span")}
     if op.attrs["epilogue"] == "residual":
         values |= residual_row(op, buffers)
     if op.attrs["epilogue"] == "logits":
@@ -189,6 +129,13 @@ def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
             "best_value": at("best_value").data_ptr(),
             "best_index": at("best_index").data_ptr(),
             "best_stride": at("best_value").stride(0),
+        }
+    if "partials" in op.inputs:
+        values |= {
+            "partials": at("partials").data_ptr(),
+            "partials_stride": at("partials").stride(0),
+            "arrivals": at("arrivals").data_ptr(),
+            "arrivals_stride": at("arrivals").stride(0),
         }
     return values
 

@@ -38,57 +38,60 @@ def sub_tile(weight, first_row, k_blocks):
 
 
 @jit
-def multiply(acc, x, x_stride, w, k, k_blocks, o_t, m_t, CONFIG: tl.constexpr):
-    """Add the product of weight blocks k to k + KB (of one sub-tile, at w) and the input's same columns to acc.
+def multiply(acc, x, x_stride, w, k, end, o_t, m_t, CONFIG: tl.constexpr, T: tl.constexpr):
+    """Add the product of weight blocks k to k + KB, as far as they come before `end`, and the input's same columns.
 
-    One token: multiply and add in registers, acc is [KB, rows, 64]. Several: KB products side by side on the
-    tensor cores, so that each warp has its own part of K; acc is [KB, rows, tokens].
+    w is where a sub-tile of CONFIG.rows weight rows begins. One token: multiply and add in registers, acc is [KB, rows,
+    64]. Several: a block's 64 rows on the tensor cores, acc is [64, T].
     """
     B: tl.constexpr = WEIGHT_BLOCK
     KB: tl.constexpr = CONFIG.k_blocks
-    T: tl.constexpr = CONFIG.tokens
-    o_k = k + tl.arange(0, KB)
     o_n = tl.arange(0, CONFIG.rows)
     o_c = tl.arange(0, B)
-    m_k = o_k < k_blocks
-    p_w = w + (o_k[:, None, None] * (B * B) + o_n[None, :, None] * B + o_c[None, None, :])
-    wt = tl.load(tl.multiple_of(p_w, (1, 1, 16)), mask=m_k[:, None, None], other=0.0)
     if T == 1:
+        o_k = k + tl.arange(0, KB)
+        m_k = o_k < end
+        p_w = w + (o_k[:, None, None] * (B * B) + o_n[None, :, None] * B + o_c[None, None, :])
+        wt = tl.load(tl.multiple_of(p_w, (1, 1, 16)), mask=m_k[:, None, None], other=0.0)
         p_x = x + tl.sum(o_t) * x_stride + (o_k[:, None] * B + o_c[None, :])
         xt = tl.load(tl.multiple_of(p_x, (1, 16)), mask=m_k[:, None], other=0.0)
         return acc + wt.to(tl.float32) * xt.to(tl.float32)[:, None, :]
     else:
-        p_x = x + o_t[None, None, :] * x_stride + (o_k[:, None, None] * B + o_c[None, :, None])
-        m_x = m_k[:, None, None] & m_t[None, None, :]
-        xt = tl.load(tl.multiple_of(p_x, (1, 16, 1)), mask=m_x, other=0.0)
-        return tl.dot(wt, xt, acc, input_precision="ieee")
+        tl.static_assert(CONFIG.rows == B)
+        for j in tl.static_range(KB):
+            m_c = (o_c < tl.where(k + j < end, B, 0))[None, :]
+            p_w = w + (k + j) * (B * B) + (o_n[:, None] * B + o_c[None, :])
+            wt = tl.load(tl.multiple_of(p_w, (1, 16)), mask=m_c, other=0.0)
+            p_x = x + o_t[:, None] * x_stride + (o_c + (k + j) * B)[None, :]
+            xt = tl.load(tl.multiple_of(p_x, (1, 16)), mask=m_t[:, None] & m_c, other=0.0)
+            acc = tl.dot(wt, tl.trans(xt), acc, input_precision="ieee")
+        return acc
 
 
 @jit
-def empty_product(CONFIG: tl.constexpr):
+def empty_product(CONFIG: tl.constexpr, T: tl.constexpr):
     """The accumulator of `multiply`, zero."""
-    KB: tl.constexpr = CONFIG.k_blocks
-    R: tl.constexpr = CONFIG.rows
-    LAST: tl.constexpr = WEIGHT_BLOCK if CONFIG.tokens == 1 else CONFIG.tokens
-    return tl.full([KB, R, LAST], 0.0, tl.float32)
+    if T == 1:
+        return tl.full([CONFIG.k_blocks, CONFIG.rows, WEIGHT_BLOCK], 0.0, tl.float32)
+    else:
+        return tl.full([CONFIG.rows, T], 0.0, tl.float32)
 
 
 @jit
-def reduce_product(acc, CONFIG: tl.constexpr):
-    """float32 [rows, tokens] from the accumulator of `multiply`."""
-    if CONFIG.tokens == 1:
+def reduce_product(acc, T: tl.constexpr):
+    """float32 [rows, T] from the accumulator of `multiply`."""
+    if T == 1:
         return tl.sum(tl.sum(acc, 2), 0)[:, None]
     else:
-        return tl.sum(acc, 0)
+        return acc
 
 
 @jit
-def squares(row, o_t, m_t, CONFIG: tl.constexpr):
+def squares(row, o_t, m_t, T: tl.constexpr):
     """The partial sums of squares that the producer's tiles left, as float32 [tokens, n] with the same sum.
 
     For one token the last addition, across threads, is left until the product is done: its latency hides there.
     """
-    T: tl.constexpr = CONFIG.tokens
     PB: tl.constexpr = PART_BLOCK if T == 1 else 32
     parts = number(row, PARTS)
     p_ssq = pointer(row, SSQ_IN, tl.float32) + o_t * number(row, SSQ_IN_STRIDE)
@@ -118,8 +121,8 @@ def store_product(row, y, o_n, o_t, mask):
 @jit
 def store_silu(row, y, first_row, o_t, m_t, CONFIG: tl.constexpr):
     """out = silu(gate) * up; gate and up rows alternate in y [rows, tokens]."""
-    R: tl.constexpr = CONFIG.rows
-    T: tl.constexpr = CONFIG.tokens
+    R: tl.constexpr = y.shape[0]
+    T: tl.constexpr = y.shape[1]
     gate, up = tl.split(tl.permute(tl.reshape(y, (R // 2, 2, T)), (0, 2, 1)))
     o_f = first_row // 2 + tl.arange(0, R // 2)
     p_out = pointer(row, OUT, CONFIG.element) + o_t[None, :] * number(row, OUT_STRIDE) + o_f[:, None]

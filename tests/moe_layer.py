@@ -27,7 +27,7 @@ class SparseLayers:
         pairs = batch * self.slots
         places = min(self.experts, pairs)
         symbols = {BATCH.name: batch, PAIRS.name: pairs, PLACES.name: places, BOUNDS.name: places + 1}
-        parts = row_tiles(self.hidden, config, workers, -(-batch // config.tokens))
+        parts = row_tiles(self.hidden, config, workers)
         return Tiling(config, workers, symbols | {PARTS.name: parts})
 
     def graph(self) -> Graph:

@@ -14,8 +14,8 @@ from megaflow.graph import Graph, Tensor
 from megaflow.kinds import KernelConfig, Tile, Tiling
 from megaflow.models.planner import KINDS_BY_NAME
 from megaflow.tasks import COMBINE, EXPERT_LINEAR, GROUP, TOPK
+from megaflow.tasks.combine import combine_parts
 from megaflow.tasks.group import LISTS
-from megaflow.tasks.linear import row_tiles
 from megaflow.tasks.packing import padded
 
 # batch, token tile, experts, experts of a token
@@ -215,7 +215,7 @@ def test_expert_linear_equals_its_oracle_and_reads_active_experts_only(routing, 
 def test_combine_equals_its_oracle(routing, how):
     batch, tokens, experts, slots = routing
     width, kernel = 208, config(tokens)
-    tiles = row_tiles(width, kernel, 3, -(-batch // tokens))
+    tiles = combine_parts(width)
     values = {"expert_out": torch.randn(batch * slots, width).double(), "weights": torch.rand(batch, slots).double(),
               "h": torch.randn(batch, width).double(), "gamma": torch.rand(width).double() + 0.5}  # fmt: skip
     inputs = {role: Tensor(role, tuple(tensor.shape), "float32") for role, tensor in values.items()}

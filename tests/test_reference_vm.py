@@ -59,7 +59,7 @@ def start(layers: int, batch: int) -> tuple[MegaModel, torch.Tensor]:
     """A model after a prefill and the tokens that follow, cut as for eight workers, so that attention has splits."""
     hf = small_model(num_hidden_layers=layers, num_key_value_heads=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megaflow.models.mega_model.current_device", lambda _: Device(1, 8, True))
+        patch.setattr("megaflow.models.mega_model.current_device", lambda _: Device(1, 8, 0, True))
         model = MegaModel.from_hf(hf, max_batch_size=batch, max_seq_len=128, progress=False)
     return model, model.prefill(PROMPTS[:batch]).argmax(1)
 

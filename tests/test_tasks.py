@@ -32,7 +32,7 @@ def run_linear(epilogue: str, shape: tuple[int, int, int, int], schedule: str) -
     inputs = {"x": Tensor("x", (batch, columns)), "weight": Tensor("w", (rows, columns))}
     buffers = {"x": widened(x), "w": on_device(pack(weight).data, model_dtype())}
     values = {"x": x, "weight": weight}
-    tiles = row_tiles(rows, kernel, 3, -(-batch // tokens))
+    tiles = row_tiles(rows, kernel, 3)
     width = rows // 2 if epilogue == "silu" else rows
     narrow = epilogue in ("silu", "residual")
     outputs = {"out": Tensor("out", (batch, width), "model" if narrow else "float32")}

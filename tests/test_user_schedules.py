@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from megaflow.models.qwen3 import qwen3_graph
 from megaflow.models.tiling import tiling
 from megaflow.plan import Plan
 from megaflow.scheduler import SCHEDULES, Context, Program, Schedule, Static
-from megaflow.target import Device
+from megaflow.target import H200
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "docs" / "examples"))
 from lm_head_workers import LMHeadWorkers
@@ -95,7 +96,7 @@ def test_an_example_has_less_than_40_lines(example):
 @pytest.mark.parametrize("schedule", USERS, ids=lambda s: s.name)
 @pytest.mark.parametrize("batch", [2, 17, 64])
 def test_plans_of_the_examples_are_proved_for_a_real_geometry(schedule, batch, geometry):
-    device = Device(workers=264, tiling_workers=264, interpreted=False)
+    device = H200
     made = make_plan(
         qwen3_graph(geometry, 1024), tiling(geometry, batch, device, "bfloat16"), schedule, 264
     )
@@ -180,7 +181,7 @@ def test_a_mistake_is_named(message):
 
 
 def test_mistakes_with_micro_batches_are_named(geometry):
-    device = Device(workers=8, tiling_workers=8, interpreted=False)
+    device = replace(H200, workers=8, tiling_workers=8)
 
     def planned(decide: Callable[[Context], None]) -> Plan:
         cut = tiling(geometry, 4, device, "bfloat16")

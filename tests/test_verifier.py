@@ -22,7 +22,7 @@ from megaflow.models.tiling import tiling
 from megaflow.plan import Plan
 from megaflow.records import FIELDS
 from megaflow.scheduler import Dynamic, Hybrid, Program, Schedule, Static, Unfused
-from megaflow.target import Device
+from megaflow.target import H200
 
 
 @pytest.mark.parametrize("schedule", VARIANTS, ids=repr)
@@ -201,7 +201,7 @@ def test_a_plan_of_64_layers_is_proved_within_two_seconds(schedule):
         hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64, num_key_value_heads=8
     )
     geometry = read_geometry(config)
-    device = Device(workers=264, tiling_workers=264, interpreted=False)
+    device = H200
     plan = make_plan(qwen3_graph(geometry, 2048), tiling(geometry, 1, device, "bfloat16"), schedule, 264)
     seconds = []
     for _ in range(3):

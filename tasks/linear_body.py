@@ -1,0 +1,200 @@
+"""The bodies of linear tasks: one token in registers, several on the tensor cores.
+
+Before the product: the input may be an RMSNorm whose weight the producer has multiplied in already; what is left is the
+scale 1 / rms of each token, which commutes with the product. Producers hand over partial sums of squares, one per tile,
+so no consumer goes over the input again.
+After it: the epilogue, one of STORE (qkv), RESIDUAL (add to the residual stream, prepare the next RMSNorm), SILU (gate
+and up rows alternate; y = silu(gate) * up) and LOGITS (store, and the best of the tile for argmax).
+"""
+
+from megaflow.backend import jit, tl
+from megaflow.device import await_inputs, prefetch
+from megaflow.tasks.common import number, pointer
+from megaflow.tasks.product import (
+    BATCH,
+    EPILOGUE,
+    K_BLOCKS,
+    LOGITS,
+    NORM_WIDTH,
+    PARTS,
+    PRODUCT_FIELDS,
+    RESIDUAL,
+    RESIDUAL_FIELDS,
+    ROWS,
+    RUN,
+    SILU,
+    SSQ_OUT,
+    SSQ_OUT_STRIDE,
+    WEIGHT_BLOCK,
+    X_STRIDE,
+    W,
+    X,
+    add_residual,
+    empty_product,
+    multiply,
+    norm_scale,
+    reduce_product,
+    squares,
+    store_product,
+    store_silu,
+    sub_tile,
+)
+
+FIELDS = (*PRODUCT_FIELDS, *RESIDUAL_FIELDS, "best_value", "best_index", "best_stride",
+          "span", "partials", "partials_stride", "arrivals", "arrivals_stride")  # fmt: skip
+(BEST_VALUE, BEST_INDEX, BEST_STRIDE,
+ SPAN, PARTIALS, PARTIALS_STRIDE, ARRIVALS, ARRIVALS_STRIDE) = map(
+    tl.constexpr, range(len(FIELDS) - 8, len(FIELDS))
+)  # fmt: skip
+
+
+@jit
+def linear_body(row, c_row, c_token, c_split, step, inputs, CONFIG: tl.constexpr):
+    if CONFIG.tokens == 1:
+        one_token(row, c_row, c_token, inputs, CONFIG)
+    else:
+        several_tokens(row, c_row, c_token, c_split, inputs, CONFIG)
+
+
+@jit
+def one_token(row, c_row, c_token, inputs, CONFIG: tl.constexpr):
+    """RUN sub-tiles of CONFIG.rows weight rows by one token."""
+    B: tl.constexpr = WEIGHT_BLOCK
+    KB: tl.constexpr = CONFIG.k_blocks
+    R: tl.constexpr = CONFIG.rows
+    rows = number(row, ROWS)
+    run = number(row, RUN)
+    epilogue = number(row, EPILOGUE)
+    k_blocks = number(row, K_BLOCKS)
+    o_t = c_token + tl.arange(0, 1)
+    m_t = o_t < number(row, BATCH)
+    x = pointer(row, X, CONFIG.element)
+    x_stride = number(row, X_STRIDE)
+    weight = pointer(row, W, CONFIG.element)
+    parts = number(row, PARTS)
+    width = tl.maximum(number(row, NORM_WIDTH), 1)
+    first = c_row * run * R
+    sub_tiles = tl.minimum(run, (rows - first + R - 1) // R)
+
+    o_k = tl.arange(0, CONFIG.prefetch)
+    w = sub_tile(weight, first, k_blocks)
+    prefetch(w + (o_k[:, None] * (B * B) + tl.arange(0, R)[None, :] * B), (o_k < k_blocks)[:, None])
+    await_inputs(inputs)
+    sums = squares(row, o_t, m_t, 1)
+
+    ssq = tl.full([1], 0.0, tl.float32)
+    best = tl.full([1], float("-inf"), tl.float32)
+    best_row = tl.full([1], 0, tl.int32)
+    acc = empty_product(CONFIG, 1)
+    # one loop over all sub-tiles, so that the load pipeline does not run dry between them
+    rounds = (k_blocks + KB - 1) // KB
+    for i in tl.range(0, sub_tiles * rounds, num_stages=CONFIG.stages):
+        first_row = first + i // rounds * R
+        k = i % rounds * KB
+        w = sub_tile(weight, first_row, k_blocks)
+        acc = multiply(acc, x, x_stride, w, k, k_blocks, o_t, m_t, CONFIG, 1)
+        if k + KB >= k_blocks:
+            y = reduce_product(acc, 1) * norm_scale(sums, parts, width, CONFIG)[None, :]
+            acc = empty_product(CONFIG, 1)
+            o_n = first_row + tl.arange(0, R)
+            mask = (o_n < rows)[:, None] & m_t[None, :]
+            if epilogue == SILU:
+                store_silu(row, y, first_row, o_t, m_t, CONFIG)
+            elif epilogue == RESIDUAL:
+                ssq += add_residual(row, y, o_n, o_t, mask, CONFIG)
+            else:
+                store_product(row, y, o_n, o_t, mask)
+                if epilogue == LOGITS:
+                    tile_best, tile_row = best_of(y, o_n, mask)
+                    best_row = tl.where(tile_best > best, tile_row, best_row)
+                    best = tl.maximum(best, tile_best)
+    if epilogue == RESIDUAL:
+        tl.store(pointer(row, SSQ_OUT, tl.float32) + o_t * number(row, SSQ_OUT_STRIDE) + c_row, ssq, mask=m_t)
+    elif epilogue == LOGITS:
+        store_best(row, best, best_row, o_t, m_t, c_row)
+
+
+@jit
+def several_tokens(row, c_row, c_token, c_split, inputs, CONFIG: tl.constexpr):
+    """64 weight rows, or what a split of K (SPAN weight blocks) adds to them, by CONFIG.tokens tokens.
+
+    Each split leaves its sum in the workspace. The one that arrives last adds them up, in the order of the splits, so
+    that the result does not depend on which it is (split-K; Stream-K, PPoPP 2023, section 2, calls it fixed-split).
+    """
+    B: tl.constexpr = WEIGHT_BLOCK
+    R: tl.constexpr = CONFIG.rows
+    T: tl.constexpr = CONFIG.tokens
+    rows = number(row, ROWS)
+    k_blocks = number(row, K_BLOCKS)
+    span = number(row, SPAN)
+    o_t = c_token * T + tl.arange(0, T)
+    m_t = o_t < number(row, BATCH)
+    x = pointer(row, X, CONFIG.element)
+    x_stride = number(row, X_STRIDE)
+    o_n = c_row * R + tl.arange(0, R)
+    w = sub_tile(pointer(row, W, CONFIG.element), c_row * R, k_blocks)
+    begin = c_split * span
+    end = tl.minimum(begin + span, k_blocks)
+
+    o_k = begin + tl.arange(0, CONFIG.prefetch)
+    prefetch(w + (o_k[:, None] * (B * B) + tl.arange(0, R)[None, :] * B), (o_k < end)[:, None])
+    await_inputs(inputs)
+    y = empty_product(CONFIG, T)
+    for k in tl.range(begin, end, CONFIG.k_blocks, num_stages=CONFIG.stages):
+        y = multiply(y, x, x_stride, w, k, end, o_t, m_t, CONFIG, T)
+    last = True
+    if span < k_blocks:
+        y, last = add_splits(row, y, c_row, c_split, (k_blocks + span - 1) // span, o_t, m_t)
+    if last:
+        epilogue = number(row, EPILOGUE)
+        width = tl.maximum(number(row, NORM_WIDTH), 1)
+        y = y * norm_scale(squares(row, o_t, m_t, T), number(row, PARTS), width, CONFIG)[None, :]
+        mask = (o_n < rows)[:, None] & m_t[None, :]
+        if epilogue == SILU:
+            store_silu(row, y, c_row * R, o_t, m_t, CONFIG)
+        elif epilogue == RESIDUAL:
+            ssq = add_residual(row, y, o_n, o_t, mask, CONFIG)
+            tl.store(pointer(row, SSQ_OUT, tl.float32) + o_t * number(row, SSQ_OUT_STRIDE) + c_row, ssq, mask=m_t)
+        else:
+            store_product(row, y, o_n, o_t, mask)
+            if epilogue == LOGITS:
+                best, best_row = best_of(y, o_n, mask)
+                store_best(row, best, best_row, o_t, m_t, c_row)
+
+
+@jit
+def add_splits(row, y, c_row, c_split, splits, o_t, m_t):
+    """The sum over all splits of a tile and whether this one arrived last; the sum is of use to that one only.
+
+    A token's row in the workspace has the sums of all splits of the first tile of rows, then those of the next.
+    """
+    R: tl.constexpr = y.shape[0]
+    o_y = (c_row * splits * R + tl.arange(0, R))[:, None] + (o_t * number(row, PARTIALS_STRIDE))[None, :]
+    partial = pointer(row, PARTIALS, tl.float32) + o_y
+    tl.store(partial + c_split * R, y, mask=m_t[None, :])
+    tl.debug_barrier()
+    arrived = pointer(row, ARRIVALS, tl.int32) + tl.min(o_t, 0) * number(row, ARRIVALS_STRIDE) + c_row * 32
+    last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == splits - 1
+    if last:
+        tl.debug_barrier()
+        tl.store(arrived, 0)
+        y = tl.load(partial, mask=m_t[None, :], other=0.0)
+        for split in range(1, splits):
+            y += tl.load(partial + split * R, mask=m_t[None, :], other=0.0)
+    return y, last
+
+
+@jit
+def best_of(y, o_n, mask):
+    """The largest of y [rows, tokens] and the first row that has it, by token."""
+    y = tl.where(mask, y, float("-inf"))
+    best = tl.max(y, 0)
+    return best, tl.min(tl.where(y == best[None, :], o_n[:, None], 2**31 - 1), 0)
+
+
+@jit
+def store_best(row, best, best_row, o_t, m_t, c_row):
+    """best_value, best_index = the best of a tile."""
+    at = o_t * number(row, BEST_STRIDE) + c_row
+    tl.store(pointer(row, BEST_VALUE, tl.float32) + at, best, mask=m_t)
+    tl.store(pointer(row, BEST_INDEX, tl.int32) + at, best_row, mask=m_t)
