@@ -95,7 +95,7 @@ def plan_of(mega: MegaModel, dtype: torch.dtype) -> Plan:
     """The plan of a decode step of the prompts."""
     device = current_device(mega.device)
     cut = tiling(mega.geometry, len(PROMPT_LENGTHS), device, str(dtype).removeprefix("torch."))
-    return make_plan(qwen3_graph(mega.geometry, MAX_SEQ_LEN), cut, mega.schedule, device.workers)
+    return make_plan(qwen3_graph(mega.geometry, MAX_SEQ_LEN, cut.batch), cut, mega.schedule, device.workers)
 
 
 def run(directory: Path) -> bool:

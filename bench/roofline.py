@@ -1,7 +1,7 @@
 """The bytes that a decode step has to read, which bound its time from below."""
 
 from megaflow.models.geometry import Geometry
-from megaflow.tasks.expert_linear import expected_active
+from megaflow.tasks.expert_linear import active_experts
 from megaflow.tasks.packing import padded
 
 ELEMENT_BYTES = 2  # weight matrices and the cache are bfloat16
@@ -35,7 +35,7 @@ def step_bytes(model: Geometry, batch: int, context: int) -> int:
     sparse = 0
     if experts := model.experts:
         sparse = len(experts.layers)
-        active = expected_active(experts.count, batch, experts.per_token) * mlp(experts.width)
+        active = active_experts(experts.count, batch, experts.per_token) * mlp(experts.width)[0]
         layers += sparse * (matrix(experts.count, model.hidden) + round(active))
     layers += (model.layers - sparse) * mlp(model.intermediate)
     head = matrix(model.vocab, model.hidden) + VECTOR_BYTES * model.hidden

@@ -164,7 +164,7 @@ def plan_step(model: str, batch: int, schedule: str, max_seq_len: int | None, wo
     device = replace(H200, workers=workers, tiling_workers=workers)
     start = time.perf_counter()
     made = make_plan(
-        qwen3_graph(geometry, limit),
+        qwen3_graph(geometry, limit, batch),
         tiling(geometry, batch, device, "bfloat16"),
         find_schedule(schedule),
         workers,

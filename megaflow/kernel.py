@@ -27,6 +27,7 @@ from megaflow.device import (
     drain,
     notify,
     pop,
+    prefetch,
     push,
     wait,
 )
@@ -134,6 +135,8 @@ def megakernel(
         c2 = tl.load(record + C2)
         notify0 = tl.load(record + NOTIFY0)
         notify1 = tl.load(record + NOTIFY1)
+        if dynamic == 0:  # the next record comes from device memory: the weights have pushed it out of the cache
+            prefetch(record + RECORD, drained < 0)
         stamp: tl.constexpr = None  # as a variable it could not go into the tuple
         if stamps is not None:
             stamp = task_stamp(stamps, record, step, n_tasks)

@@ -27,6 +27,7 @@ class KernelConfig:
     Attributes:
         tokens: token rows of a tile (T), 1 or a multiple of 16; from there on products use the tensor cores.
         rows: weight rows of a sub-tile: a power of two up to 64, with several tokens 64.
+        experts: of a sparse layer, padded to a power of two from 128 up; 0 without any.
         expert_tokens: token rows of a tile of an expert's linear layer.
         k_blocks: 64-column weight blocks that one iteration of the product takes, a power of two.
         stages: depth of the load pipeline in the product.
@@ -41,6 +42,7 @@ class KernelConfig:
 
     tokens: int
     rows: int
+    experts: int
     expert_tokens: int
     k_blocks: int
     stages: int

@@ -7,9 +7,9 @@ import torch
 
 from megaflow.device import STOP_STEP
 from megaflow.errors import DeadlockError, InputError
-from megaflow.graph import Tensor
+from megaflow.graph import Graph, Tensor
 from megaflow.kinds import Tiling
-from megaflow.models.experts import routing_symbols
+from megaflow.models.experts import SLOT_PARTS, routing_symbols
 from megaflow.models.geometry import Geometry
 from megaflow.models.kv_cache import PagedKVCache
 from megaflow.models.planner import kinds_of, make_plan, operator_table
@@ -36,7 +36,6 @@ class Decoder:
     Attributes:
         batch: number of sequences, 0 before start.
         steps_per_launch: most steps of one launch.
-        graph: one decode step.
         constants, caches, working: the device tensors by name: what steps only read; keys and values of each layer;
             and the request's state, activations and workspace.
     """
@@ -58,7 +57,7 @@ class Decoder:
         self._cache = cache
         self._device = device
         self._dtype = weights.matrices["embedding"].data.dtype
-        self.graph = qwen3_graph(model, cache.max_seq_len)
+        self._graphs = {batch: qwen3_graph(model, cache.max_seq_len, batch) for batch in {1, max_batch_size}}
         self._lengths: list[int] = []
         self._trace: Trace | None = None
         self._plans: dict[tuple[int, Schedule], LoadedPlan] = {}
@@ -87,17 +86,26 @@ class Decoder:
         self.caches = {f"layers.{i}.k_cache": keys for i, keys in enumerate(cache.keys)}
         self.caches |= {f"layers.{i}.v_cache": values for i, values in enumerate(cache.values)}
         self.working = {**workspace, **self._state}
+        most_parts = -(-model.hidden // smallest_rows(model, device))
         limits = {
             "B": max_batch_size,
-            RESIDUAL_PARTS.name: -(-model.hidden // smallest_rows(model, device)),
+            RESIDUAL_PARTS.name: most_parts,
+            SLOT_PARTS.name: most_parts,
             **routing_symbols(model.experts, max_batch_size),
             LOGIT_PARTS.name: -(-model.vocab // smallest_rows(model, device)),
         }
         # a plan's control block, of which stop_step is a word, comes with the plan
         known = {*self.buffers, "stop_step"}
-        for tensor in self.graph.tensors.values():
-            if tensor.name not in known:
-                self.working[tensor.name] = self._activation(tensor, limits)
+        for graph in self._graphs.values():
+            for tensor in graph.tensors.values():
+                if tensor.name not in known:
+                    self.working[tensor.name] = self._activation(tensor, limits)
+                    known.add(tensor.name)
+
+    @property
+    def graph(self) -> Graph:
+        """One decode step of the present batch size."""
+        return self._graphs[1] if self.batch == 1 else self._graphs[max(self._graphs)]
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:

@@ -8,9 +8,11 @@ from megaflow.graph import BATCH, Graph, Symbol, Tensor
 from megaflow.models.geometry import Experts, Geometry
 from megaflow.models.stream import Names, Stream, linear
 from megaflow.tasks.combine import combine_parts
+from megaflow.tasks.common import LINE
 
 PAIRS = Symbol("pairs")  # of a token and one of its experts; pair token * per_token + slot
 PLACES = Symbol("places")  # in the list of active experts: the most that can be active
+SLOT_PARTS = Symbol("slot_parts")  # tiles of one token's experts along h
 PLACE_ENDS = Symbol("place_ends")  # PLACES + 1: where the pairs of each place begin, and where the last ones end
 
 
@@ -22,18 +24,41 @@ def routing_symbols(experts: Experts | None, batch: int) -> dict[str, int]:
     return {PAIRS.name: experts.pairs(batch), PLACES.name: places, PLACE_ENDS.name: places + 1}
 
 
-def sparse_mlp(g: Graph, model: Geometry, name: Names, stream: Stream, gamma: Tensor) -> Stream:
-    """h += sum over a token's experts of weight * down(silu(gate(norm(h))) * up(norm(h)))."""
+def sparse_mlp(g: Graph, model: Geometry, name: Names, stream: Stream, gamma: Tensor, batch: int) -> Stream:
+    """h += sum over a token's experts of weight * down(silu(gate(norm(h))) * up(norm(h))).
+
+    The operators depend on whether there are several tokens: those of one need no grouping.
+    """
     experts, hidden = model.experts, model.hidden
     assert experts is not None
     count, width = experts.count, experts.width
     logits = Tensor("router_logits", (BATCH, count), "float32")
     linear(g, name("router"), stream, Tensor(name("router"), (count, hidden)), {"out": logits}, "store")
 
-    chosen = Tensor("topk_experts", (BATCH, experts.per_token), "int32")
-    weights = Tensor("topk_weights", (BATCH, experts.per_token), "float32")
-    outputs = {"experts": chosen, "weights": weights}
-    g.add(name("topk"), "topk", {"logits": logits}, outputs, norm_topk_prob=experts.normalized)
+    chosen = {
+        "experts": Tensor("topk_experts", (BATCH, experts.per_token), "int32"),
+        "weights": Tensor("topk_weights", (BATCH, experts.per_token), "float32"),
+    }
+    slot_of = {"slot_of": Tensor("slot_of_expert", (BATCH, count), "int32")} if batch > 1 else {}
+    g.add(name("topk"), "topk", {"logits": logits}, chosen | slot_of, norm_topk_prob=experts.normalized)
+
+    gate_up = Tensor(name("expert_gate_up"), (count, 2 * width, hidden))
+    down = Tensor(name("expert_down"), (count, hidden, width))
+    middle = Tensor("expert_hidden", (PAIRS, width))
+    out = Tensor("expert_out", (PAIRS, hidden), "float32")
+    into = {"x": stream.normed, "ssq": stream.ssq, "weight": gate_up}
+    if batch == 1:
+        g.add(name("expert_gate_up"), "slot_linear", into | chosen, {"out": middle}, epilogue="silu")
+        after = stream.after(Tensor("ssq_slots", (BATCH, SLOT_PARTS), "float32"))
+        arrivals = Tensor("arrivals_expert_down", (hidden * LINE,), "int32")
+        g.add(
+            name("expert_down"),
+            "slot_linear",
+            {"x": middle, "weight": down, **chosen, "h": stream.h, "gamma": gamma, "arrivals": arrivals},
+            {"sums": out} | after.outputs(),
+            epilogue="residual",
+        )
+        return after
 
     lists = {
         "active": Tensor("active_experts", (PLACES,), "int32"),
@@ -41,22 +66,14 @@ def sparse_mlp(g: Graph, model: Geometry, name: Names, stream: Stream, gamma: Te
         "indptr": Tensor("expert_indptr", (PLACE_ENDS,), "int32"),
         "pairs": Tensor("expert_pairs", (PAIRS,), "int32"),
     }
-    g.add(name("group"), "group", {"experts": chosen}, lists, experts=count)
-
-    middle = Tensor("expert_hidden", (PAIRS, width))
-    gate_up = Tensor(name("expert_gate_up"), (count, 2 * width, hidden))
-    inputs = {"x": stream.normed, "ssq": stream.ssq, "weight": gate_up, **lists}
-    g.add(name("expert_gate_up"), "expert_linear", inputs, {"out": middle}, epilogue="silu")
-
-    out = Tensor("expert_out", (PAIRS, hidden), "float32")
-    down = Tensor(name("expert_down"), (count, hidden, width))
+    g.add(name("group"), "group", slot_of, lists, slots=experts.per_token)
+    g.add(name("expert_gate_up"), "expert_linear", into | lists, {"out": middle}, epilogue="silu")
     g.add(name("expert_down"), "expert_linear", {"x": middle, "weight": down, **lists}, {"out": out}, epilogue="store")
-
     after = stream.after(Tensor("ssq_combined", (BATCH, combine_parts(hidden)), "float32"))
     g.add(
         name("combine"),
         "combine",
-        {"expert_out": out, "weights": weights, "active": lists["active"], "h": stream.h, "gamma": gamma},
-        {"h_out": after.h, "out": after.normed, "ssq_out": after.ssq},
+        {"expert_out": out, "weights": chosen["weights"], "active": lists["active"], "h": stream.h, "gamma": gamma},
+        after.outputs(),
     )
     return after

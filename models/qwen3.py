@@ -11,12 +11,13 @@ PAGES = Symbol("pages")  # of a sequence, in the block table
 STEPS = Symbol("steps")  # of a launch
 
 
-def qwen3_graph(model: Geometry, max_length: int) -> Graph:
+def qwen3_graph(model: Geometry, max_length: int, batch: int) -> Graph:
     """The graph of one decode step, from the tokens to the tokens of the next step.
 
     Args:
         model: the sizes.
         max_length: longest sequence that will be decoded; bounds the number of attention splits.
+        batch: B. Experts of one token are other operators than those of several; all else is the same for any batch.
     """
     g = Graph()
     tokens = Tensor("tokens", (BATCH,), "int32")
@@ -34,7 +35,7 @@ def qwen3_graph(model: Geometry, max_length: int) -> Graph:
     )
     for layer in range(model.layers):
         following = Names(layer + 1)("attn_norm") if layer + 1 < model.layers else "final_norm"
-        stream = decoder_layer(g, model, Names(layer), stream, following, max_length)
+        stream = decoder_layer(g, model, Names(layer), stream, following, max_length, batch)
     head = embedding if model.tied else Tensor("lm_head", (model.vocab, model.hidden))
     best = {
         "best_value": Tensor("best_value", (BATCH, LOGIT_PARTS), "float32"),
@@ -49,7 +50,9 @@ def qwen3_graph(model: Geometry, max_length: int) -> Graph:
     return g
 
 
-def decoder_layer(g: Graph, model: Geometry, name: Names, stream: Stream, following: str, max_length: int) -> Stream:
+def decoder_layer(
+    g: Graph, model: Geometry, name: Names, stream: Stream, following: str, max_length: int, batch: int
+) -> Stream:
     """h += o_proj(attention(qkv(norm(h)))); h += mlp(norm(h)). `following` names the norm that comes next."""
     qkv = Tensor("qkv", (BATCH, model.qkv_rows), "float32")
     attended = Tensor("attended", (BATCH, model.attention_width))
@@ -59,8 +62,9 @@ def decoder_layer(g: Graph, model: Geometry, name: Names, stream: Stream, follow
     o_proj = Tensor(name("o_proj"), (model.hidden, model.attention_width))
     stream = residual(g, name("o_proj"), attended, o_proj, stream, norm_weight(name("mlp_norm"), model.hidden))
     gamma = norm_weight(following, model.hidden)
-    mlp = sparse_mlp if model.is_sparse(name.layer) else dense_mlp
-    return mlp(g, model, name, stream, gamma)
+    if model.is_sparse(name.layer):
+        return sparse_mlp(g, model, name, stream, gamma, batch)
+    return dense_mlp(g, model, name, stream, gamma)
 
 
 def dense_mlp(g: Graph, model: Geometry, name: Names, stream: Stream, gamma: Tensor) -> Stream:

@@ -27,6 +27,10 @@ class Stream:
         other = Tensor("h_attended" if self.h.name == "h" else "h", self.h.shape, "float32")
         return Stream(other, self.normed, ssq)
 
+    def outputs(self) -> dict[str, Tensor]:
+        """Its tensors as outputs of the operator that leaves it."""
+        return {"h_out": self.h, "out": self.normed, "ssq_out": self.ssq}
+
 
 @dataclass(frozen=True)
 class Names:
@@ -67,7 +71,7 @@ def residual(g: Graph, name: str, x: Tensor, weight: Tensor, stream: Stream, gam
         name,
         "linear",
         {"x": x, "weight": weight, "h": stream.h, "gamma": gamma, **workspace(name, weight)},
-        {"h_out": after.h, "out": after.normed, "ssq_out": after.ssq},
+        after.outputs(),
         epilogue="residual",
     )
     return after

@@ -1,13 +1,14 @@
 """Tile sizes for a model on a device: the small set of compiled kernels and their workers."""
 
 from megaflow.kinds import KernelConfig, Tiling
-from megaflow.models.experts import routing_symbols
+from megaflow.models.experts import SLOT_PARTS, routing_symbols
 from megaflow.models.geometry import Geometry
 from megaflow.models.qwen3 import LOGIT_PARTS
 from megaflow.models.stream import RESIDUAL_PARTS
 from megaflow.target import Device
 from megaflow.tasks.linear import row_tiles
 from megaflow.tasks.packing import BLOCK
+from megaflow.tasks.slot_linear import slot_parts
 
 EXPERT_TOKENS = 16  # of one expert: most have fewer
 TOKEN_TILES = (1, 16, 64)  # one compiled kernel each; a batch takes the first that holds it
@@ -22,11 +23,12 @@ def kernel_config(model: Geometry, batch: int, device: Device, dtype: str) -> Ke
         rows, k_blocks, stages, prefetch = (8, 8, 4, 16) if model.hidden < 2048 else (16, 4, 6, 16)
     else:
         rows, k_blocks, prefetch = BLOCK, 2, 4
-        stages = device.worker_shared_memory // (k_blocks * (rows + tokens) * BLOCK * 2)
+        stages = min(4, device.worker_shared_memory // (k_blocks * (rows + tokens) * BLOCK * 2))
     heads = 1 << (model.group - 1).bit_length()
     return KernelConfig(
         tokens=tokens,
         rows=rows,
+        experts=max(128, 1 << (model.experts.count - 1).bit_length()) if model.experts else 0,
         expert_tokens=min(tokens, EXPERT_TOKENS),
         k_blocks=k_blocks,
         stages=stages,
@@ -49,6 +51,9 @@ def tiling(model: Geometry, batch: int, device: Device, dtype: str) -> Tiling:
         LOGIT_PARTS.name: row_tiles(model.vocab, config, device.tiling_workers),
         **routing_symbols(model.experts, batch),
     }
+    if model.experts is not None and batch == 1:
+        slots = model.experts.per_token
+        symbols[SLOT_PARTS.name] = slot_parts(model.hidden, slots, config, device.tiling_workers)
     return Tiling(config, device.tiling_workers, symbols)
 
 

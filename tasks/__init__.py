@@ -7,8 +7,20 @@ from megaflow.tasks.expert_linear import EXPERT_LINEAR
 from megaflow.tasks.group import GROUP
 from megaflow.tasks.linear import LINEAR
 from megaflow.tasks.select import SELECT
+from megaflow.tasks.slot_linear import SLOT_LINEAR
 from megaflow.tasks.topk import TOPK
 
-KINDS = (EMBEDDING, LINEAR, EXPERT_LINEAR, ATTENTION, COMBINE, TOPK, GROUP, SELECT)
+KINDS = (EMBEDDING, LINEAR, EXPERT_LINEAR, SLOT_LINEAR, ATTENTION, COMBINE, TOPK, GROUP, SELECT)
 
-__all__ = ["ATTENTION", "COMBINE", "EMBEDDING", "EXPERT_LINEAR", "GROUP", "KINDS", "LINEAR", "SELECT", "TOPK"]
+__all__ = [
+    "ATTENTION",
+    "COMBINE",
+    "EMBEDDING",
+    "EXPERT_LINEAR",
+    "GROUP",
+    "KINDS",
+    "LINEAR",
+    "SELECT",
+    "SLOT_LINEAR",
+    "TOPK",
+]

@@ -110,7 +110,7 @@ def expert_linear_body(row, c_place, c_row, c_unused, step, inputs, CONFIG: tl.c
                     acc = empty_product(CONFIG, T)
                     o_n = first_row + tl.arange(0, R)
                     if epilogue == SILU:
-                        store_silu(row, y, first_row, pair, m_t, CONFIG)
+                        store_silu(row, y, first_row, pair, m_t, 1.0, CONFIG)
                     else:
                         store_product(row, y, o_n, pair, (o_n < rows)[:, None] & m_t[None, :])
 

@@ -4,7 +4,7 @@ Pair p is slot p % K of token p // K, where each token has K experts. The lists 
 order of their number, and the pairs in order of expert and pair: place i of `active` has the pairs that lie from
 indptr[i] to indptr[i + 1] in `pairs`.
 
-One tile makes all lists. A thread stands for an expert and goes over the batch's choices, 16 at a time, twice: to count
+One tile makes all lists. A thread stands for an expert and goes over the batch's tokens, 16 at a time, twice: to count
 its pairs and to write them down. Without atomics and without a sort, the lists are the same each time.
 """
 
@@ -17,37 +17,27 @@ from megaflow.kinds import Buffers, TaskKind, Tile, Tiling
 from megaflow.regions import TiledOperator
 from megaflow.tasks.common import by_role, number, pointer, whole_access
 
-FIELDS = ("experts", "experts_stride", "batch", "slots", "slot_shift", "count", "active", "active_count", "indptr",
-          "pairs")  # fmt: skip
-(EXPERTS, EXPERTS_STRIDE, TOKENS, SLOTS, SLOT_SHIFT, COUNT, ACTIVE, ACTIVE_COUNT, INDPTR,
+FIELDS = ("slot_of", "slot_of_stride", "batch", "slots", "count", "active", "active_count", "indptr", "pairs")
+(SLOT_OF, SLOT_OF_STRIDE, TOKENS, SLOTS, COUNT, ACTIVE, ACTIVE_COUNT, INDPTR,
  PAIRS) = map(tl.constexpr, range(len(FIELDS)))  # fmt: skip
 
 LISTS = ("active", "active_count", "indptr", "pairs")
 BLOCK = tl.constexpr(128)  # experts at a time, one for each thread
-CHOICES = tl.constexpr(16)  # looked at at a time, in the registers of each thread
+LOADED = tl.constexpr(16)  # tokens at a time
 
 
 @jit
-def chosen(row, first, o_e):
-    """Pairs, int32 [CHOICES, 1], and whether they have the experts o_e, bool [CHOICES, BLOCK].
-
-    Choices are counted as if a token had a power of two of them, so that no division finds the token.
-    """
-    slots = number(row, SLOTS)
-    shift = number(row, SLOT_SHIFT)
-    choice = first + tl.arange(0, CHOICES)
-    token = choice >> shift
-    slot = choice & ((1 << shift) - 1)
-    mask = (token < number(row, TOKENS)) & (slot < slots)
-    p_expert = pointer(row, EXPERTS, tl.int32) + token * number(row, EXPERTS_STRIDE) + slot
-    expert = tl.load(p_expert, mask=mask, other=-1)
-    return (token * slots + slot)[:, None], expert[:, None] == o_e[None, :]
+def slots_of(row, token, o_e):
+    """The slots in which a token has experts o_e, negative where it has not chosen them."""
+    p_slot = pointer(row, SLOT_OF, tl.int32) + token * number(row, SLOT_OF_STRIDE) + o_e
+    return tl.load(p_slot, mask=(token < number(row, TOKENS)) & (o_e < number(row, COUNT)), other=-1)
 
 
 @jit
 def group_body(row, c_unused1, c_unused2, c_unused3, step, inputs, CONFIG: tl.constexpr):
     count = number(row, COUNT)
-    choices = number(row, TOKENS) << number(row, SLOT_SHIFT)
+    tokens = number(row, TOKENS)
+    slots = number(row, SLOTS)
     p_indptr = pointer(row, INDPTR, tl.int32)
     await_inputs(inputs)
     active = 0
@@ -55,69 +45,68 @@ def group_body(row, c_unused1, c_unused2, c_unused3, step, inputs, CONFIG: tl.co
     for block in range(0, count, BLOCK):
         o_e = block + tl.arange(0, BLOCK)
         size = tl.full([BLOCK], 0, tl.int32)
-        for first in range(0, choices, CHOICES):
-            _, mine = chosen(row, first, o_e)
-            size += tl.sum(mine.to(tl.int32), 0)
-        end = grouped + tl.cumsum(size, 0)
-        has_pairs = (size > 0).to(tl.int32)
-        place = active + tl.cumsum(has_pairs, 0) - 1
+        for first in range(0, tokens, LOADED):
+            for i in tl.static_range(LOADED):
+                size += (slots_of(row, first + i, o_e) >= 0).to(tl.int32)
+        # pairs and active experts up to each one, added up at once
+        both = tl.cumsum(size << 16 | (size > 0).to(tl.int32), 0)
+        end = grouped + (both >> 16)
+        place = active + (both & 0xFFFF) - 1
         tl.store(pointer(row, ACTIVE, tl.int32) + place, o_e, mask=size > 0)
         tl.store(p_indptr + place, end - size, mask=size > 0)
-        active += tl.sum(has_pairs, 0)
-        grouped += tl.sum(size, 0)
-        listed = end - size
-        for first in range(0, choices, CHOICES):
-            pair, mine = chosen(row, first, o_e)
-            rank = tl.cumsum(mine.to(tl.int32), 0) - 1
-            at = pointer(row, PAIRS, tl.int32) + listed[None, :] + rank
-            tl.store(at, tl.broadcast_to(pair, (CHOICES, BLOCK)), mask=mine)
-            listed += tl.sum(mine.to(tl.int32), 0)
+        total = tl.max(both, 0)
+        active += total & 0xFFFF
+        grouped += total >> 16
+        at = end - size
+        for first in range(0, tokens, LOADED):
+            for i in tl.static_range(LOADED):
+                slot = slots_of(row, first + i, o_e)
+                tl.store(pointer(row, PAIRS, tl.int32) + at, (first + i) * slots + slot, mask=slot >= 0)
+                at += (slot >= 0).to(tl.int32)
     tl.store(p_indptr + active, grouped)
     tl.store(pointer(row, ACTIVE_COUNT, tl.int32), active)
 
 
 def tile(op: Operator, tiling: Tiling) -> TiledOperator:
-    batch, slots = tiling.shape(op, "experts")
+    batch, experts = tiling.shape(op, "slot_of")
     assert tiling.part is None, "experts' lists are for the whole batch"
     return TiledOperator(
         op.name,
         op.kind,
         grid=(1,),
-        reads=(whole_access(op, tiling, "experts"),),
+        reads=(whole_access(op, tiling, "slot_of"),),
         writes=tuple(whole_access(op, tiling, role) for role in LISTS),
-        tile_bytes=batch * slots * 4,
+        tile_bytes=batch * experts * 4,
         params=(("batch", batch),),
     )
 
 
 def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     at = by_role(op, buffers)
-    slots = op.tensor("experts").width
     return {
-        "experts": at("experts").data_ptr(),
-        "experts_stride": at("experts").stride(0),
+        "slot_of": at("slot_of").data_ptr(),
+        "slot_of_stride": at("slot_of").stride(0),
         "batch": tiled.param("batch"),
-        "slots": slots,
-        "slot_shift": (slots - 1).bit_length(),
-        "count": op.attrs["experts"],
+        "slots": op.attrs["slots"],
+        "count": op.tensor("slot_of").width,
         **{role: at(role).data_ptr() for role in LISTS},
     }
 
 
-def oracle(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The lists for experts [B, K] in torch; active and indptr are as long as there are active experts."""
-    by_pair = inputs["experts"].reshape(-1)
-    active, sizes = by_pair.unique(return_counts=True)
+def oracle(inputs: dict[str, torch.Tensor], slots: int) -> dict[str, torch.Tensor]:
+    """The lists for slot_of [B, E] in torch; active and indptr are as long as there are active experts."""
+    expert, token = (inputs["slot_of"].T >= 0).nonzero().T
+    active, sizes = expert.unique(return_counts=True)
     return {
         "active": active,
         "active_count": torch.tensor([len(active)]),
         "indptr": torch.nn.functional.pad(sizes.cumsum(0), (1, 0)),
-        "pairs": by_pair.sort(stable=True).indices,
+        "pairs": token * slots + inputs["slot_of"][token, expert],
     }
 
 
 def run_tile(tile: Tile) -> None:
-    for role, values in oracle({"experts": tile.read("experts")}).items():
+    for role, values in oracle({"slot_of": tile.read("slot_of")}, tile.op.attrs["slots"]).items():
         tile.put(role, (slice(0, len(values)),), values)
 
 

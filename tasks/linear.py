@@ -19,7 +19,7 @@ LONGEST_RUN = 32
 MOST_SPLITS = 8
 SPLIT_TILES = 1024  # tiles of all splits of one tile of tokens: bounds the workspace
 # what a task costs besides its product, in iterations of it (CONFIG.k_blocks weight blocks): its wait, its notify and
-# filling the load pipeline; as a split, leaving its sum; and for the last split adding up each of them
+# filling the load pipeline; and for 16 tokens: as a split leaving its sum, as the last split adding up each of them
 TASK_COST, SPLIT_COST, ADD_COST = 6, 4, 0.3
 
 
@@ -64,7 +64,7 @@ def split_span(rows: int, columns: int, config: KernelConfig, workers: int, toke
         splits = -(-k_blocks // (iterations * config.k_blocks))
         if splits > most_splits(rows):
             return float("inf")
-        added = SPLIT_COST + splits * ADD_COST if splits > 1 else 0
+        added = (SPLIT_COST + splits * ADD_COST) * config.tokens / 16 if splits > 1 else 0
         return -(-tiles * splits // workers) * (iterations + TASK_COST + added)
 
     return config.k_blocks * min(range(1, -(-k_blocks // config.k_blocks) + 1), key=cost)

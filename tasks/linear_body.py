@@ -99,7 +99,7 @@ def one_token(row, c_row, c_token, inputs, CONFIG: tl.constexpr):
             o_n = first_row + tl.arange(0, R)
             mask = (o_n < rows)[:, None] & m_t[None, :]
             if epilogue == SILU:
-                store_silu(row, y, first_row, o_t, m_t, CONFIG)
+                store_silu(row, y, first_row, o_t, m_t, 1.0, CONFIG)
             elif epilogue == RESIDUAL:
                 ssq += add_residual(row, y, o_n, o_t, mask, CONFIG)
             else:
@@ -151,7 +151,7 @@ def several_tokens(row, c_row, c_token, c_split, inputs, CONFIG: tl.constexpr):
         y = y * norm_scale(squares(row, o_t, m_t, T), number(row, PARTS), width, CONFIG)[None, :]
         mask = (o_n < rows)[:, None] & m_t[None, :]
         if epilogue == SILU:
-            store_silu(row, y, c_row * R, o_t, m_t, CONFIG)
+            store_silu(row, y, c_row * R, o_t, m_t, 1.0, CONFIG)
         elif epilogue == RESIDUAL:
             ssq = add_residual(row, y, o_n, o_t, mask, CONFIG)
             tl.store(pointer(row, SSQ_OUT, tl.float32) + o_t * number(row, SSQ_OUT_STRIDE) + c_row, ssq, mask=m_t)

@@ -119,14 +119,14 @@ def store_product(row, y, o_n, o_t, mask):
 
 
 @jit
-def store_silu(row, y, first_row, o_t, m_t, CONFIG: tl.constexpr):
-    """out = silu(gate) * up; gate and up rows alternate in y [rows, tokens]."""
+def store_silu(row, y, first_row, o_t, m_t, share, CONFIG: tl.constexpr):
+    """out = silu(gate) * up * share; gate and up rows alternate in y [rows, tokens]."""
     R: tl.constexpr = y.shape[0]
     T: tl.constexpr = y.shape[1]
     gate, up = tl.split(tl.permute(tl.reshape(y, (R // 2, 2, T)), (0, 2, 1)))
     o_f = first_row // 2 + tl.arange(0, R // 2)
     p_out = pointer(row, OUT, CONFIG.element) + o_t[None, :] * number(row, OUT_STRIDE) + o_f[:, None]
-    act = gate * tl.sigmoid(gate) * up
+    act = gate * tl.sigmoid(gate) * up * share
     tl.store(p_out, act.to(CONFIG.element), mask=(o_f < number(row, ROWS) // 2)[:, None] & m_t[None, :])
 
 

@@ -1,4 +1,7 @@
-"""Choosing the experts of one token: softmax over the router's logits, the K largest, their weights."""
+"""Choosing the experts of one token: softmax over the router's logits, the K largest, their weights.
+
+`experts` and `weights` have a place for each slot, `slot_of` one for each expert: what `group` needs.
+"""
 
 import torch
 
@@ -11,55 +14,45 @@ from megaflow.regions import TiledOperator
 from megaflow.tasks.common import by_role, number, pointer, token_access
 
 FIELDS = ("logits", "logits_stride", "count", "slots", "normalised", "experts", "experts_stride",
-          "weights", "weights_stride")  # fmt: skip
+          "weights", "weights_stride", "slot_of", "slot_of_stride")  # fmt: skip
 (LOGITS, LOGITS_STRIDE, COUNT, SLOTS, NORMALISED, EXPERTS, EXPERTS_STRIDE,
- WEIGHTS, WEIGHTS_STRIDE) = map(tl.constexpr, range(len(FIELDS)))  # fmt: skip
+ WEIGHTS, WEIGHTS_STRIDE, SLOT_OF, SLOT_OF_STRIDE) = map(tl.constexpr, range(len(FIELDS)))  # fmt: skip
 
 MOST_EXPERTS = 512
 MOST_SLOTS = 16  # experts of a token
-EXPERT_BLOCK = tl.constexpr(MOST_EXPERTS)
-SLOT_BLOCK = tl.constexpr(MOST_SLOTS)
+NO_SLOT = -1
 LAST = tl.constexpr(2**31 - 1)
 LOWEST = tl.constexpr(-(2**63))
-
-
-@jit
-def ascending(bits):
-    """int32 bits of floats -> int32 in the order of the floats; its own inverse."""
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+UNCHOSEN = tl.constexpr(NO_SLOT)
 
 
 @jit
 def topk_body(row, c_token, c_unused1, c_unused2, step, inputs, CONFIG: tl.constexpr):
+    E: tl.constexpr = CONFIG.experts
     count = number(row, COUNT)
     slots = number(row, SLOTS)
-    o_e = tl.arange(0, EXPERT_BLOCK)
+    o_e = tl.arange(0, E)
     m_e = o_e < count
     p_logits = pointer(row, LOGITS, tl.float32) + c_token * number(row, LOGITS_STRIDE)
     await_inputs(inputs)
     logits = tl.load(p_logits + o_e, mask=m_e, other=float("-inf"))
-    largest = tl.max(logits, 0)
-    total = tl.sum(tl.exp(logits - largest), 0)
     # one number for logit and expert, the lower expert before its equals: one reduction finds the best, and whatever
     # the logits are, NaN too, the choices are different experts
-    logits = tl.where(logits == 0.0, 0.0, logits)  # -0.0 equals 0.0
-    order = ascending(logits.to(tl.int32, bitcast=True)).to(tl.int64)
+    bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
+    order = (bits ^ ((bits >> 31) & LAST)).to(tl.int64)
     left = tl.where(m_e, (order << 32) | (o_e ^ LAST).to(tl.int64), LOWEST)
-    o_s = tl.arange(0, SLOT_BLOCK)
-    chosen = tl.full([SLOT_BLOCK], LOWEST, tl.int64)
-    for slot in range(0, slots):
-        best = tl.max(left, 0)
-        left = tl.where(left == best, LOWEST, left)
-        chosen = tl.where(o_s == slot, best, chosen)
-    m_s = o_s < slots
-    logit = ascending((chosen >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
-    weight = tl.where(m_s, tl.exp(logit - largest) / total, 0.0)
-    if number(row, NORMALISED) != 0:
-        weight = weight / tl.sum(weight, 0)
-    p_experts = pointer(row, EXPERTS, tl.int32) + c_token * number(row, EXPERTS_STRIDE)
-    p_weights = pointer(row, WEIGHTS, tl.float32) + c_token * number(row, WEIGHTS_STRIDE)
-    tl.store(p_experts + o_s, ((chosen & LAST) ^ LAST).to(tl.int32), mask=m_s)
-    tl.store(p_weights + o_s, weight, mask=m_s)
+    slot = tl.full([E], UNCHOSEN, tl.int32)
+    for i in range(0, slots):
+        best = left == tl.max(left, 0)
+        slot = tl.where(best, i, slot)
+        left = tl.where(best, LOWEST, left)
+    chosen = slot >= 0
+    power = tl.exp(logits - tl.max(logits, 0))
+    weight = power / tl.sum(tl.where(chosen | (number(row, NORMALISED) == 0), power, 0.0), 0)
+    tl.store(pointer(row, EXPERTS, tl.int32) + c_token * number(row, EXPERTS_STRIDE) + slot, o_e, mask=chosen)
+    tl.store(pointer(row, WEIGHTS, tl.float32) + c_token * number(row, WEIGHTS_STRIDE) + slot, weight, mask=chosen)
+    p_slot = pointer(row, SLOT_OF, tl.int32) + c_token * number(row, SLOT_OF_STRIDE) + o_e
+    tl.store(p_slot, slot, mask=m_e & (number(row, SLOT_OF_STRIDE) > 0))
 
 
 def tile(op: Operator, tiling: Tiling) -> TiledOperator:
@@ -74,14 +67,14 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
         op.kind,
         grid=(tiling.sequences,),
         reads=(token_access(op, tiling, "logits"),),
-        writes=(token_access(op, tiling, "experts"), token_access(op, tiling, "weights")),
+        writes=tuple(token_access(op, tiling, role) for role in op.outputs),
         tile_bytes=count * 4,
     )
 
 
 def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     at = by_role(op, buffers)
-    return {
+    values = {
         "logits": at("logits").data_ptr(),
         "logits_stride": at("logits").stride(0),
         "count": op.tensor("logits").width,
@@ -92,22 +85,31 @@ def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
         "weights": at("weights").data_ptr(),
         "weights_stride": at("weights").stride(0),
     }
+    if "slot_of" in op.outputs:
+        values |= {"slot_of": at("slot_of").data_ptr(), "slot_of_stride": at("slot_of").stride(0)}
+    return values
 
 
 def oracle(inputs: dict[str, torch.Tensor], slots: int, norm_topk_prob: bool) -> dict[str, torch.Tensor]:
-    """The operator in torch, in the dtype of the logits [B, E]: experts and weights [B, slots], the best first."""
+    """The operator in torch, in the dtype of the logits [B, E].
+
+    Returns:
+        experts and weights [B, slots], the best first; slot_of [B, E]: the slot in which each expert is, or NO_SLOT.
+    """
     experts = inputs["logits"].sort(dim=1, descending=True, stable=True).indices[:, :slots]
     weights = inputs["logits"].softmax(1).gather(1, experts)
     if norm_topk_prob:
         weights = weights / weights.sum(1, keepdim=True)
-    return {"experts": experts, "weights": weights}
+    slot_of = torch.full_like(inputs["logits"], NO_SLOT, dtype=torch.int64)
+    slot_of.scatter_(1, experts, torch.arange(slots, device=experts.device).expand_as(experts))
+    return {"experts": experts, "weights": weights, "slot_of": slot_of}
 
 
 def run_tile(tile: Tile) -> None:
     slots = tile.op.tensor("experts").width
     outputs = oracle({"logits": tile.read("logits")}, slots, tile.op.attrs["norm_topk_prob"])
-    for role, values in outputs.items():
-        tile.write(role, values)
+    for role in tile.op.outputs:
+        tile.write(role, outputs[role])
 
 
 TOPK = TaskKind("topk", topk_body, tile, FIELDS, row, oracle, run_tile)

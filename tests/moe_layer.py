@@ -36,6 +36,7 @@ class SparseLayers:
         logits = Tensor("logits", (BATCH, self.experts), "float32")
         experts = Tensor("experts", (BATCH, self.slots), "int32")
         weights = Tensor("weights", (BATCH, self.slots), "float32")
+        slot_of = Tensor("slot_of", (BATCH, self.experts), "int32")
         lengths = {"active": PLACES, "active_count": 1, "indptr": BOUNDS, "pairs": PAIRS}
         lists = {role: Tensor(role, (length,), "int32") for role, length in lengths.items()}
         middle = Tensor("expert_hidden", (PAIRS, self.width))
@@ -46,9 +47,9 @@ class SparseLayers:
             after = {"h_out": self.h(i + 1), "out": self.normed(i + 1), "ssq_out": self.ssq(i + 1)}
             add = {"h": self.h(i), "gamma": Tensor("gamma", (self.hidden,), "float32"), "active": lists["active"]}
             g.add(f"layers.{i}.router", "linear", {**x, "weight": router}, {"out": logits}, epilogue="store")
-            g.add(f"layers.{i}.topk", "topk", {"logits": logits}, {"experts": experts, "weights": weights},
-                  norm_topk_prob=True)  # fmt: skip
-            g.add(f"layers.{i}.group", "group", {"experts": experts}, lists, experts=self.experts)
+            g.add(f"layers.{i}.topk", "topk", {"logits": logits},
+                  {"experts": experts, "weights": weights, "slot_of": slot_of}, norm_topk_prob=True)  # fmt: skip
+            g.add(f"layers.{i}.group", "group", {"slot_of": slot_of}, lists, slots=self.slots)
             g.add(f"layers.{i}.gate_up", "expert_linear", {**x, "weight": gate_up, **lists}, {"out": middle},
                   epilogue="silu")  # fmt: skip
             g.add(f"layers.{i}.down", "expert_linear", {"x": middle, "weight": down, **lists}, {"out": out},

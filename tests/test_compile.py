@@ -15,20 +15,19 @@ from megaflow.target import WORKERS_PER_SM
 PROGRAM = """
 import dataclasses, json, sys
 from megaflow.compilation import compile_kernel
-from megaflow.models.geometry import Geometry
+from megaflow.models.geometry import Experts, Geometry
 from megaflow.models.tiling import TOKEN_TILES, kernel_config
 from megaflow.target import H200
 from megaflow.models.planner import kinds_of
 from megaflow.models.qwen3 import qwen3_graph
-from megaflow.tasks import KINDS
 models = {
     "narrow heads": Geometry(1, 4096, 12288, 32, 8, 64, 151936, False, 1e-6, 4096),
     "wide heads": Geometry(1, 4096, 12288, 32, 8, 128, 151936, False, 1e-6, 4096),
-    "experts": Geometry(1, 2048, 6144, 32, 4, 128, 151936, False, 1e-6, 4096),
+    "experts": Geometry(2, 2048, 6144, 32, 4, 128, 151936, False, 1e-6, 4096, Experts(128, 8, 768, True, (1,))),
 }
 for name, model in models.items():
-    kinds = KINDS if name == "experts" else kinds_of(qwen3_graph(model, 4096))
     for tokens in TOKEN_TILES:
+        kinds = kinds_of(qwen3_graph(model, 4096, tokens))
         capability, shared_memory = map(int, sys.argv[1:])
         config = kernel_config(model, tokens, dataclasses.replace(H200, shared_memory=shared_memory), "bfloat16")
         resources, _ = compile_kernel([kind.body for kind in kinds], config, capability)
@@ -44,7 +43,7 @@ from megaflow.target import H200
 from megaflow.models.planner import kinds_of
 from megaflow.models.qwen3 import qwen3_graph
 model = Geometry(1, 4096, 12288, 32, 8, 128, 151936, False, 1e-6, 4096)
-kinds = kinds_of(qwen3_graph(model, 4096))
+kinds = kinds_of(qwen3_graph(model, 4096, 1))
 config = kernel_config(model, 1, H200, "bfloat16")
 for traced in (False, True):
     resources, ptx = compile_kernel([kind.body for kind in kinds], config, 90, traced=traced)

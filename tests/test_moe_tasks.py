@@ -17,6 +17,7 @@ from megaflow.tasks import COMBINE, EXPERT_LINEAR, GROUP, TOPK
 from megaflow.tasks.combine import combine_parts
 from megaflow.tasks.group import LISTS
 from megaflow.tasks.packing import padded
+from megaflow.tasks.topk import NO_SLOT
 
 # batch, token tile, experts, experts of a token
 ROUTINGS = [(1, 1, 60, 4), (2, 16, 5, 1), (5, 1, 5, 2), (16, 16, 20, 3), (17, 16, 5, 4)]
@@ -99,12 +100,14 @@ def test_topk_equals_its_oracle(routing, how, normalised):
     logits[:, 1] = logits[:, -1] = logits.max()  # ties
     inputs = {"logits": Tensor("logits", (batch, experts), "float32")}
     outputs = {"experts": Tensor("experts", (batch, slots), "int32"),
-               "weights": Tensor("weights", (batch, slots), "float32")}  # fmt: skip
+               "weights": Tensor("weights", (batch, slots), "float32"),
+               "slot_of": Tensor("slot_of", (batch, experts), "int32")}  # fmt: skip
     buffers = {"logits": wide(logits, torch.float32), "experts": poisoned(batch, slots, dtype=torch.int32),
-               "weights": poisoned(batch, slots)}  # fmt: skip
+               "weights": poisoned(batch, slots), "slot_of": poisoned(batch, experts, dtype=torch.int32)}  # fmt: skip
     run("topk", inputs, outputs, buffers, config(tokens), batch, how, norm_topk_prob=normalised)
     wanted = TOPK.oracle({"logits": logits.double()}, slots, normalised)
-    assert buffers["experts"].tolist() == wanted["experts"].tolist()
+    for role in ("experts", "slot_of"):
+        assert buffers[role].tolist() == wanted[role].tolist()
     assert relative_error(buffers["weights"], wanted["weights"]) < 1e-5
 
 
@@ -133,14 +136,20 @@ def test_whatever_the_logits_are_the_chosen_experts_exist_and_differ():
         assert set(chosen) <= set(range(7))
 
 
+def slots_of(experts: torch.Tensor, count: int) -> torch.Tensor:
+    """int64 [B, count]: the slot of each expert in experts [B, K], NO_SLOT of those that are not in it."""
+    none = torch.full((len(experts), count), NO_SLOT)
+    return none.scatter(1, experts, torch.arange(experts.shape[1]).expand_as(experts))
+
+
 def grouped(experts: torch.Tensor, count: int, how: str) -> dict[str, torch.Tensor]:
     """The lists that the kernel makes of experts [B, K]."""
     batch, slots = experts.shape
     outputs = list_tensors(batch, count, slots)
-    buffers = {"experts": wide(experts, torch.int32)}
+    buffers = {"slot_of": wide(slots_of(experts, count), torch.int32)}
     buffers |= {role: poisoned(*tensor.shape, dtype=torch.int32) for role, tensor in outputs.items()}
-    inputs = {"experts": Tensor("experts", (batch, slots), "int32")}
-    run("group", inputs, outputs, buffers, config(1), batch, how, experts=count)
+    inputs = {"slot_of": Tensor("slot_of", (batch, count), "int32")}
+    run("group", inputs, outputs, buffers, config(1), batch, how, slots=slots)
     return {role: buffers[role].cpu() for role in LISTS}
 
 
@@ -150,7 +159,7 @@ def test_group_equals_its_oracle(routing, choice, how):
     batch, _, count, slots = routing
     experts = choice(batch, count, slots)
     lists = grouped(experts, count, how)
-    for role, values in GROUP.oracle({"experts": experts}).items():
+    for role, values in GROUP.oracle({"slot_of": slots_of(experts, count)}, slots).items():
         assert lists[role][: len(values)].tolist() == values.tolist(), role
 
 
@@ -196,7 +205,7 @@ def expert_case(
     else:
         outputs = {"out": Tensor("out", (pairs, rows), "float32")}
         buffers["out"] = poisoned(pairs, rows)
-    return inputs, outputs, buffers, values | GROUP.oracle({"experts": choice})
+    return inputs, outputs, buffers, values | GROUP.oracle({"slot_of": slots_of(choice, experts)}, slots)
 
 
 @by_how_and_choice

@@ -171,12 +171,12 @@ def test_a_plan_that_cannot_finish_is_a_deadlock(schedule):
 
 SMALL = Geometry(28, 1024, 3072, 16, 8, 128, 151936, True, 1e-6, 40960)  # Qwen3-0.6B
 LARGE = Geometry(36, 4096, 12288, 32, 8, 128, 151936, False, 1e-6, 40960)  # Qwen3-8B
-NUMBERS = kind_numbers(qwen3_graph(SMALL, 16))
+NUMBERS = kind_numbers(qwen3_graph(SMALL, 16, 1))
 LENGTH, CONTEXT = 613, 562  # of the benchmark: prompt 512, 100 new tokens
 
 
 def real_program(model: Geometry, batch: int) -> Program:
-    return program_of(qwen3_graph(model, LENGTH), tiling(model, batch, H200, "bfloat16"))
+    return program_of(qwen3_graph(model, LENGTH, batch), tiling(model, batch, H200, "bfloat16"))
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_an_example_has_less_than_40_lines(example):
 def test_plans_of_the_examples_are_proved_for_a_real_geometry(schedule, batch, geometry):
     device = H200
     made = make_plan(
-        qwen3_graph(geometry, 1024), tiling(geometry, batch, device, "bfloat16"), schedule, 264
+        qwen3_graph(geometry, 1024, batch), tiling(geometry, batch, device, "bfloat16"), schedule, 264
     )
     made.verify()
 
@@ -185,7 +185,7 @@ def test_mistakes_with_micro_batches_are_named(geometry):
 
     def planned(decide: Callable[[Context], None]) -> Plan:
         cut = tiling(geometry, 4, device, "bfloat16")
-        return make_plan(qwen3_graph(geometry, 64), cut, Written(decide), 8)
+        return make_plan(qwen3_graph(geometry, 64, cut.batch), cut, Written(decide), 8)
 
     def split_again(ctx: Context) -> None:
         ctx.split([1, 3])

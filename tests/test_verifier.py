@@ -202,7 +202,7 @@ def test_a_plan_of_64_layers_is_proved_within_two_seconds(schedule):
     )
     geometry = read_geometry(config)
     device = H200
-    plan = make_plan(qwen3_graph(geometry, 2048), tiling(geometry, 1, device, "bfloat16"), schedule, 264)
+    plan = make_plan(qwen3_graph(geometry, 2048, 1), tiling(geometry, 1, device, "bfloat16"), schedule, 264)
     seconds = []
     for _ in range(3):
         start = time.process_time()

@@ -1,0 +1,223 @@
+"""Linear layers of one token's experts, without grouping: each slot goes straight to its expert's rows.
+
+A task is, for the expert in slot c0, `run` sub-tiles of CONFIG.rows weight rows. SILU: gate and up, multiplied by the
+expert's weight. RESIDUAL: down; the slot that arrives last at a tile of rows adds up all slots, in their order, and
+adds that to the residual stream.
+"""
+
+import torch
+
+from megaflow.backend import jit, tl
+from megaflow.device import await_inputs
+from megaflow.graph import Operator
+from megaflow.kinds import Buffers, KernelConfig, TaskKind, Tile, Tiling
+from megaflow.regions import Access, Span, TiledOperator
+from megaflow.tasks import linear_oracle
+from megaflow.tasks.common import LINE, by_role, number, pointer, whole_access
+from megaflow.tasks.linear import rows_per_task
+from megaflow.tasks.packing import PackedWeight, padded
+from megaflow.tasks.product import (
+    EPILOGUE,
+    K_BLOCKS,
+    NORM_WIDTH,
+    PARTS,
+    PRODUCT_FIELDS,
+    RESIDUAL_FIELDS,
+    ROWS,
+    RUN,
+    SILU,
+    SSQ_OUT,
+    WEIGHT_BLOCK,
+    X_STRIDE,
+    W,
+    X,
+    add_residual,
+    empty_product,
+    multiply,
+    norm_scale,
+    product_row,
+    reduce_product,
+    residual_row,
+    squares,
+    store_silu,
+    sub_tile,
+)
+
+FIELDS = (*PRODUCT_FIELDS, *RESIDUAL_FIELDS, "experts", "weights", "slots", "sums", "sums_stride", "arrivals")
+EXPERTS, WEIGHTS, SLOTS, SUMS, SUMS_STRIDE, ARRIVALS = map(tl.constexpr, range(len(FIELDS) - 6, len(FIELDS)))
+
+COLUMNS = tl.constexpr(128)  # of the residual stream that are added up at a time, one for each thread
+LOADED = tl.constexpr(8)  # slots that are loaded at once
+COUNTER = tl.constexpr(LINE)
+
+
+@jit
+def slot_linear_body(row, c_slot, c_row, c_unused, step, inputs, CONFIG: tl.constexpr):
+    B: tl.constexpr = WEIGHT_BLOCK
+    KB: tl.constexpr = CONFIG.k_blocks
+    R: tl.constexpr = CONFIG.rows
+    rows = number(row, ROWS)
+    run = number(row, RUN)
+    epilogue = number(row, EPILOGUE)
+    k_blocks = number(row, K_BLOCKS)
+    first = c_row * run * R
+    sub_tiles = tl.minimum(run, (rows - first + R - 1) // R)
+    rounds = (k_blocks + KB - 1) // KB
+    x_stride = number(row, X_STRIDE)
+    x = pointer(row, X, CONFIG.element) + tl.where(epilogue == SILU, 0, c_slot) * x_stride
+    o_t = tl.arange(0, 1)
+    m_t = o_t == 0
+    await_inputs(inputs)
+    expert = tl.load(pointer(row, EXPERTS, tl.int32) + c_slot)
+    share = tl.load(pointer(row, WEIGHTS, tl.float32) + c_slot)
+    weight = sub_tile(pointer(row, W, CONFIG.element), expert * ((rows + B - 1) // B * B), k_blocks)
+    sums = squares(row, o_t, m_t, 1)
+    acc = empty_product(CONFIG, 1)
+    for i in tl.range(0, sub_tiles * rounds, num_stages=CONFIG.stages):
+        first_row = first + i // rounds * R
+        k = i % rounds * KB
+        acc = multiply(acc, x, x_stride, sub_tile(weight, first_row, k_blocks), k, k_blocks, o_t, m_t, CONFIG, 1)
+        if k + KB >= k_blocks:
+            width = tl.maximum(number(row, NORM_WIDTH), 1)
+            y = reduce_product(acc, 1) * norm_scale(sums, number(row, PARTS), width, CONFIG)[None, :]
+            acc = empty_product(CONFIG, 1)
+            if epilogue == SILU:
+                store_silu(row, y, first_row, o_t + c_slot, m_t, share, CONFIG)
+            else:
+                o_n = first_row + tl.arange(0, R)
+                p_sums = pointer(row, SUMS, tl.float32) + c_slot * number(row, SUMS_STRIDE)
+                tl.store(p_sums + o_n[:, None], y, mask=(o_n < rows)[:, None])
+    if epilogue != SILU:
+        slots = number(row, SLOTS)
+        tl.debug_barrier()
+        arrived = pointer(row, ARRIVALS, tl.int32) + c_row * COUNTER
+        if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == slots - 1:
+            tl.debug_barrier()
+            tl.store(arrived, 0)
+            add_slots(row, c_row, first, tl.minimum(first + run * R, rows), slots, CONFIG)
+
+
+@jit
+def add_slots(row, c_row, first, end, slots, CONFIG: tl.constexpr):
+    """Rows first to end of the sum over the slots, added to the residual stream."""
+    o_t = tl.arange(0, 1)
+    ssq = tl.full([1], 0.0, tl.float32)
+    for start in range(first, end, COLUMNS):
+        o_n = start + tl.arange(0, COLUMNS)
+        mask = (o_n < end)[:, None]
+        p_sums = pointer(row, SUMS, tl.float32) + o_n[:, None]
+        y = tl.full([COLUMNS, 1], 0.0, tl.float32)
+        for slot in range(0, slots, LOADED):
+            for i in tl.static_range(LOADED):
+                y += tl.load(p_sums + (slot + i) * number(row, SUMS_STRIDE), mask=mask & (slot + i < slots), other=0.0)
+        ssq += add_residual(row, y, o_n, o_t, mask, CONFIG)
+    tl.store(pointer(row, SSQ_OUT, tl.float32) + o_t + c_row, ssq)
+
+
+def row_run(rows: int, slots: int, config: KernelConfig, workers: int) -> int:
+    """Sub-tiles of one task."""
+    return rows_per_task(rows, config, workers, (slots,), 0.25) // config.rows
+
+
+def slot_parts(rows: int, slots: int, config: KernelConfig, workers: int) -> int:
+    """Tiles of a slot along the weight's rows; also the number of partial sums of squares that a token gets."""
+    return -(-rows // (row_run(rows, slots, config, workers) * config.rows))
+
+
+def tile(op: Operator, tiling: Tiling) -> TiledOperator:
+    assert tiling.batch == 1, "slots of several tokens are grouped by expert"
+    config = tiling.config
+    _, rows, columns = tiling.shape(op, "weight")
+    slots = tiling.shape(op, "experts")[1]
+    silu = op.attrs["epilogue"] == "silu"
+    run = row_run(rows, slots, config, tiling.workers)
+    height = run * config.rows
+    params = [("run", run)]
+
+    def access(role: str, spans: tuple[Span, Span]) -> Access:
+        return Access(op.tensor(role).name, tiling.shape(op, role), spans)
+
+    one, across = Span.whole(1), Span.tiles(1, height)
+    reads = [whole_access(op, tiling, role) for role in ("experts", "weights")]
+    if silu:
+        reads += [whole_access(op, tiling, role) for role in ("x", "ssq")]
+        params.append(("parts", tiling.shape(op, "ssq")[1]))
+        writes = [access("out", (Span.tiles(0, 1), Span.tiles(1, height // 2)))]
+    else:
+        reads += [access("x", (Span.tiles(0, 1), Span.whole(columns))), access("h", (one, across))]
+        writes = [access("sums", (Span.tiles(0, 1), across)), access("ssq_out", (one, Span.tiles(1, 1)))]
+        writes += [access(role, (one, across)) for role in ("h_out", "out")]
+    element_bytes = config.element.primitive_bitwidth // 8
+    return TiledOperator(
+        op.name,
+        op.kind,
+        grid=(slots, -(-rows // height)),
+        reads=tuple(reads),
+        writes=tuple(writes),
+        tile_bytes=height * columns * element_bytes,
+        params=tuple(params),
+        tile_flops=2 * height * columns,
+    )
+
+
+def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
+    at = by_role(op, buffers)
+    values = product_row(op, tiled, buffers) | {
+        "experts": at("experts").data_ptr(),
+        "weights": at("weights").data_ptr(),
+    }
+    if "h" in op.inputs:
+        values |= residual_row(op, buffers) | {
+            "slots": op.tensor("experts").width,
+            "sums": at("sums").data_ptr(),
+            "sums_stride": at("sums").stride(0),
+            "arrivals": at("arrivals").data_ptr(),
+        }
+    return values
+
+
+def oracle(inputs: dict[str, torch.Tensor], epilogue: str, eps: float) -> dict[str, torch.Tensor]:
+    """The operator in torch, in the dtype of its inputs.
+
+    Args:
+        inputs: weight [E, rows, columns]; experts and weights [1, K]. SILU: x [1, columns] and ssq. RESIDUAL: x
+            [K, columns], h and gamma.
+    Returns:
+        SILU: out [K, rows / 2]. RESIDUAL: sums [K, rows], h_out and out [1, rows], ssq_out [1, 1].
+    """
+    chosen = inputs["weight"][inputs["experts"][0].long()]
+    if epilogue == "silu":
+        given = {"x": inputs["x"], "ssq": inputs["ssq"], "weight": chosen.flatten(0, 1)}
+        return {"out": linear_oracle.oracle(given, epilogue, eps)["out"].view(len(chosen), -1) * inputs["weights"].T}
+    sums = torch.einsum("srk,sk->sr", chosen, inputs["x"])
+    return {"sums": sums} | linear_oracle.finish(sums.sum(0, keepdim=True), inputs, sums.shape[1], "residual", eps)
+
+
+def run_tile(tile: Tile) -> None:
+    """A tile is some rows of the weight of the expert in one slot."""
+    count, rows, columns = tile.op.tensor("weight").bind({})
+    slot, tile_row, _ = tile.at
+    height = tile.tiled.param("run") * tile.config.rows
+    first, last = tile_row * height, min((tile_row + 1) * height, rows)
+    packed = PackedWeight(tile.buffer("weight"), count * padded(rows), columns)
+    start = int(tile.read("experts")[0, slot]) * padded(rows)
+    weight = packed.unpack(start + first, start + last).float()
+    epilogue, eps = tile.op.attrs["epilogue"], tile.config.eps
+    if epilogue == "silu":
+        inputs = {"x": tile.read("x"), "ssq": tile.read("ssq"), "weight": weight}
+        share = tile.read("weights")[0, slot]
+        tile.write("out", linear_oracle.oracle(inputs, epilogue, eps)["out"] * share)
+        return
+    tile.write("sums", tile.read("x") @ weight.T)
+    slots = tile.op.tensor("experts").width
+    counter = (tile_row * LINE,)
+    arrived = int(tile.buffer("arrivals")[counter]) + 1
+    tile.put("arrivals", counter, arrived % slots)
+    if arrived == slots:
+        total = tile.buffer("sums")[:slots, first:last].sum(0, keepdim=True)
+        inputs = {"h": tile.read("h"), "gamma": tile.buffer("gamma")[first:last]}
+        for role, values in linear_oracle.finish(total, inputs, columns, epilogue, eps).items():
+            tile.write(role, values)
+
+
+SLOT_LINEAR = TaskKind("slot_linear", slot_linear_body, tile, FIELDS, row, oracle, run_tile)
