@@ -11,12 +11,21 @@ from megaflow.tasks.packing import BLOCK
 from megaflow.tasks.slot_linear import slot_parts
 
 EXPERT_TOKENS = 16  # of one expert: most have fewer
-TOKEN_TILES = (1, 16, 64)  # one compiled kernel each; a batch takes the first that holds it
+
+
+def token_tiles(model: Geometry) -> tuple[int, ...]:
+    """Token rows of a tile; one compiled kernel each. A batch takes the first that holds it.
+
+    The most is what is fastest at batch 64. With experts there is less to read besides them, and the smaller tiles
+    make more tasks of it.
+    """
+    return (1, 16, 32) if model.experts else (1, 16, 64)
 
 
 def kernel_config(model: Geometry, batch: int, device: Device, dtype: str) -> KernelConfig:
     """Tile sizes for a batch. Batches over the largest token tile take several tiles of that size."""
-    tokens = next((t for t in TOKEN_TILES if t >= batch), TOKEN_TILES[-1])
+    sizes = token_tiles(model)
+    tokens = next((t for t in sizes if t >= batch), sizes[-1])
     if device.interpreted:  # few large tiles: the interpreter's time goes by operations, not by elements
         rows, k_blocks, stages, prefetch = BLOCK, 8, 1, 1
     elif tokens == 1:
@@ -59,4 +68,4 @@ def tiling(model: Geometry, batch: int, device: Device, dtype: str) -> Tiling:
 
 def smallest_rows(model: Geometry, device: Device) -> int:
     """The shortest sub-tile of any batch: bounds the number of tiles along a weight's rows."""
-    return min(kernel_config(model, tokens, device, "bfloat16").rows for tokens in TOKEN_TILES)
+    return min(kernel_config(model, tokens, device, "bfloat16").rows for tokens in token_tiles(model))

@@ -27,10 +27,13 @@ LOADED = tl.constexpr(16)  # tokens at a time
 
 
 @jit
-def slots_of(row, token, o_e):
-    """The slots in which a token has experts o_e, negative where it has not chosen them."""
-    p_slot = pointer(row, SLOT_OF, tl.int32) + token * number(row, SLOT_OF_STRIDE) + o_e
-    return tl.load(p_slot, mask=(token < number(row, TOKENS)) & (o_e < number(row, COUNT)), other=-1)
+def chosen(row, first, o_e):
+    """The slots in which tokens from `first` on have experts o_e, and whether they do: [LOADED, BLOCK] each."""
+    o_t = first + tl.arange(0, LOADED)
+    mask = (o_t < number(row, TOKENS))[:, None] & (o_e < number(row, COUNT))[None, :]
+    p_slot = pointer(row, SLOT_OF, tl.int32) + o_t[:, None] * number(row, SLOT_OF_STRIDE) + o_e[None, :]
+    slot = tl.load(p_slot, mask=mask, other=-1)
+    return slot, slot >= 0
 
 
 @jit
@@ -46,8 +49,8 @@ def group_body(row, c_unused1, c_unused2, c_unused3, step, inputs, CONFIG: tl.co
         o_e = block + tl.arange(0, BLOCK)
         size = tl.full([BLOCK], 0, tl.int32)
         for first in range(0, tokens, LOADED):
-            for i in tl.static_range(LOADED):
-                size += (slots_of(row, first + i, o_e) >= 0).to(tl.int32)
+            _, mine = chosen(row, first, o_e)
+            size += tl.sum(mine.to(tl.int32), 0)
         # pairs and active experts up to each one, added up at once
         both = tl.cumsum(size << 16 | (size > 0).to(tl.int32), 0)
         end = grouped + (both >> 16)
@@ -57,12 +60,13 @@ def group_body(row, c_unused1, c_unused2, c_unused3, step, inputs, CONFIG: tl.co
         total = tl.max(both, 0)
         active += total & 0xFFFF
         grouped += total >> 16
-        at = end - size
+        listed = end - size
         for first in range(0, tokens, LOADED):
-            for i in tl.static_range(LOADED):
-                slot = slots_of(row, first + i, o_e)
-                tl.store(pointer(row, PAIRS, tl.int32) + at, (first + i) * slots + slot, mask=slot >= 0)
-                at += (slot >= 0).to(tl.int32)
+            slot, mine = chosen(row, first, o_e)
+            at = listed[None, :] + tl.cumsum(mine.to(tl.int32), 0) - 1
+            pair = (first + tl.arange(0, LOADED))[:, None] * slots + slot
+            tl.store(pointer(row, PAIRS, tl.int32) + at, pair, mask=mine)
+            listed += tl.sum(mine.to(tl.int32), 0)
     tl.store(p_indptr + active, grouped)
     tl.store(pointer(row, ACTIVE_COUNT, tl.int32), active)
 

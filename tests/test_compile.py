@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from megaflow.compilation import SHARED_MEMORY
-from megaflow.models.tiling import TOKEN_TILES
 from megaflow.target import WORKERS_PER_SM
 
 # compiled in a process of its own: this one may interpret
@@ -16,7 +15,7 @@ PROGRAM = """
 import dataclasses, json, sys
 from megaflow.compilation import compile_kernel
 from megaflow.models.geometry import Experts, Geometry
-from megaflow.models.tiling import TOKEN_TILES, kernel_config
+from megaflow.models.tiling import kernel_config, token_tiles
 from megaflow.target import H200
 from megaflow.models.planner import kinds_of
 from megaflow.models.qwen3 import qwen3_graph
@@ -26,7 +25,7 @@ models = {
     "experts": Geometry(2, 2048, 6144, 32, 4, 128, 151936, False, 1e-6, 4096, Experts(128, 8, 768, True, (1,))),
 }
 for name, model in models.items():
-    for tokens in TOKEN_TILES:
+    for tokens in token_tiles(model):
         kinds = kinds_of(qwen3_graph(model, 4096, tokens))
         capability, shared_memory = map(int, sys.argv[1:])
         config = kernel_config(model, tokens, dataclasses.replace(H200, shared_memory=shared_memory), "bfloat16")
@@ -64,7 +63,7 @@ def compiled_by(program: str, *arguments: object) -> list[dict[str, int]]:
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_no_register_spills_and_two_workers_fit_the_shared_memory_of_an_sm(capability):
     compiled = compiled_by(PROGRAM, capability, SHARED_MEMORY[capability] + 1024)
-    assert len(compiled) == 3 * len(TOKEN_TILES)
+    assert len(compiled) == 9
     for resources in compiled:
         # with the experts' kinds a few numbers that live across tasks are put away, once in each task
         assert resources["stack"] <= (24 if resources["model"] == "experts" else 0), resources
