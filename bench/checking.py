@@ -172,8 +172,13 @@ class PassingFloat32(torch.nn.Module):
         self._layer = (layer,)  # in a tuple it is no submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        layer = copy.deepcopy(self._layer[0]).float()
-        for module in layer.modules():
-            if hasattr(module, "gate_up_proj") and hasattr(module, "config"):
-                module.config._experts_implementation = "eager"  # grouped products are made for bfloat16
-        return layer(*args, **kwargs)
+        return in_float32(self._layer[0])(*args, **kwargs)
+
+
+def in_float32(layer: torch.nn.Module) -> torch.nn.Module:
+    """A float32 copy of a decoder layer."""
+    layer = copy.deepcopy(layer).float()
+    for module in layer.modules():
+        if hasattr(module, "gate_up_proj") and hasattr(module, "config"):
+            module.config._experts_implementation = "eager"  # grouped products are made for bfloat16
+    return layer

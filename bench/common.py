@@ -7,6 +7,7 @@ import platform
 import statistics
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -99,6 +100,17 @@ def release() -> None:
     torch.compiler.reset()
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def attempt(run: Callable[[], T]) -> tuple[T | None, str | None]:
+    """What `run` returned, or in a line why it failed. The traceback is printed, but for a module that is missing."""
+    try:
+        return run(), None
+    except ModuleNotFoundError as missing:
+        return None, f"{missing.name} is not installed"
+    except Exception as failure:
+        traceback.print_exc()
+        return None, f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
 
 
 def copy_bandwidth() -> float:

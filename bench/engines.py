@@ -35,7 +35,7 @@ class Megaflow:
 
     def __init__(self, model: MegaModel, schedule: str | Schedule) -> None:
         self._model = model
-        self._decoder = model._decoder
+        self._decoder = model.decoder
         model.set_schedule(schedule)
 
     def prefill(self, prompts: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,6 @@ it should be.
 """
 
 import statistics
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from typing import Annotated
 import torch
 import typer
 from checking import LARGEST_ERROR, Check, Reference, float32_copy
-from common import GEOMETRIES, begin, end, random_model, refuse_unknown, release, seconds
+from common import GEOMETRIES, attempt, begin, end, random_model, refuse_unknown, release, seconds
 from engines import SPARE, Engine, Megaflow, StaticCacheLoop, Timed
 from roofline import step_bytes
 
@@ -206,12 +205,7 @@ def measure_model(name: str, setting: Setting, bandwidth: float) -> ModelReport:
         prompts = random_prompts(mega.geometry.vocab, batch, setting.prompt, mega.device)
         size = partial(step_bytes, mega.geometry, batch, mean_context)
         for engine, make in engines.items():
-            result = error = None
-            try:
-                result = find(make, prompts, setting, reference, size, bandwidth)
-            except Exception as failure:
-                traceback.print_exc()
-                error = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
+            result, error = attempt(partial(find, make, prompts, setting, reference, size, bandwidth))
             release()
             rows.append(Row(name, batch, engine, result, error))
             typer.echo(row_line(rows[-1]))

@@ -2,43 +2,34 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-import torch
-import typer
-from checkpoints import reference_tokens, small_config, small_model, small_moe_config, small_moe_model
-from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
-
-from megaflow.backend import interpreted
-from megaflow.models.geometry import Experts, Geometry, read_geometry
-from megaflow.models.mega_model import MegaModel
-from megaflow.models.weights import load_weights
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 import checking
 import common
 import engines
+import pytest
 import roofline
+import torch
 import tpot
+import typer
+from benches import as_if_on_a_gpu, interpreter_only, uncompiled  # noqa: F401 (a fixture)
+from checkpoints import reference_tokens, small_config, small_model, small_moe_config, small_moe_model
+from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
+
+from megaflow.models.geometry import Experts, Geometry, read_geometry
+from megaflow.models.mega_model import MegaModel
+from megaflow.models.weights import load_weights
 
 SMALL = Geometry(
     layers=2, hidden=128, intermediate=192, heads=4, kv_heads=2, head_dim=64, vocab=256, tied=True, eps=1e-6,
     max_positions=512,
 )  # fmt: skip
-interpreter_only = pytest.mark.skipif(not interpreted(), reason="compares in float32, on the CPU")
-
-
-def uncompiled() -> AbstractContextManager[None]:
-    """Inside, what torch.compile made runs as plain Python."""
-    return torch.compiler.set_stance("force_eager")
 
 
 def random_prompts(batch: int, length: int) -> torch.Tensor:
@@ -118,7 +109,8 @@ def test_static_cache_loop_continues_as_generate_does() -> None:
         assert torch.equal(torch.cat((first[:, None], steps), 1), expected)
 
 
-def test_static_cache_steps_are_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make", [small_model, small_moe_model])
+def test_static_cache_steps_are_one_graph(monkeypatch: pytest.MonkeyPatch, make: Callable[[], common.Qwen3]) -> None:
     compile_for_gpu = torch.compile
 
     def traced(function: Any, mode: str, **options: Any) -> Any:
@@ -126,7 +118,7 @@ def test_static_cache_steps_are_one_graph(monkeypatch: pytest.MonkeyPatch) -> No
         return compile_for_gpu(function, backend="eager", **options)
 
     monkeypatch.setattr(torch, "compile", traced)
-    model, prompts = small_model(), random_prompts(2, 5)
+    model, prompts = make(), random_prompts(2, 5) % 120
     plain = engines.StaticCacheLoop(model, prompt=5, steps=4)
     loop = engines.StaticCacheLoop(model, prompt=5, steps=4)
     with uncompiled():
@@ -257,6 +249,7 @@ def test_float32_copy_gives_float32_logits_without_weights_of_the_layers(make: C
 
 
 @interpreter_only
+@pytest.mark.usefixtures("as_if_on_a_gpu")
 @pytest.mark.parametrize(("largest_error", "code"), [(1.5, 0), (0.0, 1)])
 def test_whole_run_with_a_baseline_that_fails(
     monkeypatch: pytest.MonkeyPatch,
@@ -268,11 +261,6 @@ def test_whole_run_with_a_baseline_that_fails(
     def failing(*_: Any) -> None:
         raise RuntimeError("no graph\nat all")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(common, "environment", lambda: {"device": "CPU"})
-    monkeypatch.setattr(common, "copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(tpot, "random_model", lambda _: small_model().bfloat16())
     monkeypatch.setattr(tpot, "StaticCacheLoop", failing)
     monkeypatch.setattr(checking, "LARGEST_ERROR", largest_error)
@@ -302,6 +290,20 @@ def test_warnings_are_about_megaflow_alone() -> None:
     assert replace(row, result=None, error="DeadlockError: why").warning.endswith("DeadlockError: why")
     assert replace(row, result=None, error="why", engine=tpot.BASELINE).warning is None
     assert asdict(row)["result"]["check"]["relative_error"] == 0.02
+
+
+def test_an_attempt_says_why_it_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    def missing() -> None:
+        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+
+    def failing() -> None:
+        raise ValueError("first\nsecond")
+
+    assert common.attempt(lambda: 3) == (3, None)
+    assert common.attempt(missing) == (None, "vllm is not installed")
+    assert not capsys.readouterr().err
+    assert common.attempt(failing) == (None, "ValueError: first")
+    assert "second" in capsys.readouterr().err
 
 
 def test_commit(monkeypatch: pytest.MonkeyPatch) -> None:
