@@ -58,19 +58,19 @@ class Reference:
     """What a chain is compared with.
 
     Attributes:
-        start, exact: float32 [B, hidden], h before the layers and after them.
+        start, added: float32 [B, hidden], h before the layers and what they add to it.
         bf16_error: of transformers in bfloat16.
         active_experts: of a layer, on average.
     """
 
     start: torch.Tensor
-    exact: torch.Tensor
+    added: torch.Tensor
     bf16_error: float
     active_experts: float
 
     def error(self, h: torch.Tensor) -> float:
         """Of what a chain's layers have added, h [B, hidden]."""
-        return relative_error(h.float() - self.start, self.exact - self.start)
+        return relative_error(h.float() - self.start, self.added)
 
 
 @dataclass(frozen=True)
@@ -140,14 +140,14 @@ def row_line(row: Row) -> str:
 @torch.no_grad()
 def ask(model: Qwen3MoeForCausalLM, batch: int) -> Reference:
     """What the layers do to `batch` tokens, in float32 and in bfloat16."""
-    start, layers = start_of(model, batch), model.model.layers
-    exact = chain(map(in_float32, layers), start.float())
+    h, layers = start_of(model, batch), model.model.layers
+    start = h.float()
+    added = chain(map(in_float32, layers), start) - start
     model.set_experts_implementation("grouped_mm")  # an engine before may have chosen another
     with recorded_choices(model) as chosen:
-        rounded = chain(layers, start)
+        rounded = chain(layers, h).float() - start
     active = mean_active(torch.stack(chosen, 1)[:, :, None])
-    before = Reference(start.float(), exact, 0.0, active)
-    return Reference(before.start, exact, before.error(rounded), active)
+    return Reference(start, added, relative_error(rounded, added), active)
 
 
 def find(make: Callable[[], Engine], setting: Setting, reference: Reference, size: float, bandwidth: float) -> Result:

@@ -19,7 +19,7 @@ import torch
 import tpot
 import typer
 from benches import as_if_on_a_gpu, interpreter_only, uncompiled  # noqa: F401 (a fixture)
-from checkpoints import reference_tokens, small_config, small_model, small_moe_config, small_moe_model
+from checkpoints import reference_tokens, small_model, small_moe_config, small_moe_model
 from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from megaflow.models.geometry import Experts, Geometry, read_geometry
@@ -250,18 +250,19 @@ def test_float32_copy_gives_float32_logits_without_weights_of_the_layers(make: C
 
 @interpreter_only
 @pytest.mark.usefixtures("as_if_on_a_gpu")
-@pytest.mark.parametrize(("largest_error", "code"), [(1.5, 0), (0.0, 1)])
+@pytest.mark.parametrize(("make", "largest_error", "code"), [(small_model, 1.5, 0), (small_moe_model, 0.0, 1)])
 def test_whole_run_with_a_baseline_that_fails(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
+    make: Callable[[], common.Qwen3],
     largest_error: float,
     code: int,
 ) -> None:
     def failing(*_: Any) -> None:
         raise RuntimeError("no graph\nat all")
 
-    monkeypatch.setattr(tpot, "random_model", lambda _: small_model().bfloat16())
+    monkeypatch.setattr(tpot, "random_model", lambda _: make().bfloat16())
     monkeypatch.setattr(tpot, "StaticCacheLoop", failing)
     monkeypatch.setattr(checking, "LARGEST_ERROR", largest_error)
     with pytest.raises(typer.Exit) if code else nullcontext() as stop:
@@ -272,7 +273,8 @@ def test_whole_run_with_a_baseline_that_fails(
     assert (tmp_path / "found.json").read_text() == printed[-1] + "\n"
     megaflow, baseline = record["models"][0]["rows"]
     result = megaflow["result"]
-    assert result["bytes"] == roofline.step_bytes(read_geometry(small_config()), 2, 5, None)
+    active = result["check"]["active_experts"]
+    assert result["bytes"] == roofline.step_bytes(read_geometry(make().config), 2, 5, active)
     assert result["tpot_ms"] == result["repeats_ms"][0] and result["check"]["agreement"] == 1
     assert result["tokens_per_s"] == pytest.approx(2e3 / result["tpot_ms"])
     assert result["mbu"] == pytest.approx(result["bytes"] / 1e9 / (result["tpot_ms"] / 1e3))
