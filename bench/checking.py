@@ -67,14 +67,14 @@ class Reference:
     def __init__(self, exact: Qwen3, rounded: Qwen3) -> None:
         self._exact = exact
         self._rounded = rounded
-        self._asked: tuple[torch.Tensor, Check, torch.Tensor] | None = None
+        self._asked: tuple[int, torch.Tensor, Check, torch.Tensor] | None = None
 
     def check(self, prompts: torch.Tensor, run: Timed) -> Check:
         """Check a run that went on from prompts, int64 [B, T]."""
-        ids = torch.cat((prompts, run.first[:, None], run.tokens), 1)
-        if self._asked is None or not torch.equal(ids, self._asked[0]):
-            self._asked = (ids, *self._ask(ids, run.tokens.shape[1]))
-        _, about_tokens, last = self._asked
+        ids, steps = torch.cat((prompts, run.first[:, None], run.tokens), 1), run.tokens.shape[1]
+        if self._asked is None or self._asked[0] != steps or not torch.equal(self._asked[1], ids):
+            self._asked = (steps, ids, *self._ask(ids, steps))
+        *_, about_tokens, last = self._asked
         if run.logits is None:
             return about_tokens
         return replace(about_tokens, relative_error=relative_error(run.logits, last))
@@ -96,8 +96,12 @@ class Reference:
 
     @torch.no_grad()
     def _answers(self, ids: torch.Tensor, steps: int) -> tuple[torch.Tensor, ...]:
-        """About n sequences: what `judge` says of their tokens and of bfloat16's, the last step's logits of both, and
-        the chosen experts, int64 [n, sparse layers, steps, per_token]."""
+        """About n sequences, by sequence: what the check's numbers are made of.
+
+        Returns:
+            what `judge` says of their tokens and of bfloat16's, the last step's logits of both, and the experts that
+            tokens go to, int64 [n, sparse layers, steps, per_token], in bfloat16.
+        """
         fed, tokens = ids[:, :-1], ids[:, -steps:]
         exact = logits(self._exact, fed, steps)
         with recorded_choices(self._rounded) as chosen:
@@ -129,7 +133,7 @@ def judge(tokens: torch.Tensor, exact: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """L2."""
+    """||found - exact|| / ||exact||."""
     return float((found - exact).norm() / exact.norm())
 
 
