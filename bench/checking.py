@@ -1,16 +1,23 @@
-"""Whether a timed run was right: transformers, fed the run's tokens, in float32 and in bfloat16."""
+"""Whether a timed run was right: transformers, fed the run's tokens, in float32 and in bfloat16.
+
+The float32 model has no weights of its own: each layer is made from the bfloat16 one whenever it runs, so that a model
+can be checked which does not fit on the GPU in float32. With experts, a token whose router has a near-tie may go to
+another expert after any rounding; that is a part of both errors.
+"""
 
 import copy
-import statistics
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from common import Qwen3
 from engines import Timed
-from transformers import Qwen3ForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 LARGEST_ERROR = 1.5  # of megaflow's logits, as a multiple of transformers' in bfloat16
+TOKENS_AT_ONCE = 8192  # that go through transformers, in whole sequences
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,8 @@ class Check:
         largest_gap: largest float32 logit less that of the token, at most over the steps.
         relative_error: L2, of the last step's logits; None if they were not kept.
         bf16_*: the same of transformers in bfloat16.
+        active_experts: experts of a sparse layer that had any tokens, the mean over steps and layers; None in a dense
+            model. They are those to which transformers in bfloat16 sends the run's tokens.
     """
 
     agreement: float
@@ -30,6 +39,7 @@ class Check:
     bf16_largest_gap: float
     relative_error: float | None
     bf16_relative_error: float
+    active_experts: float | None = None
 
     @property
     def accurate(self) -> bool:
@@ -43,62 +53,114 @@ class Check:
         ]
         if self.relative_error is not None:
             parts.append(f"error {self.relative_error:.2e} (bf16 {self.bf16_relative_error:.2e})")
+        if self.active_experts is not None:
+            parts.append(f"{self.active_experts:.1f} experts active")
         return ", ".join(parts)
 
 
-def judge(tokens: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
-    """Share of tokens [steps] that are the choice of logits [steps, vocab], and the largest gap to it."""
-    best, best_token = exact.max(1)
-    gaps = best - exact.gather(1, tokens[:, None])[:, 0]
-    return float((tokens == best_token).float().mean()), float(gaps.max())
+class Reference:
+    """transformers in float32 and in bfloat16, with the same weights.
+
+    Runs that chose the same tokens share the reference's answers, if they are checked one after the other.
+    """
+
+    def __init__(self, exact: Qwen3, rounded: Qwen3) -> None:
+        self._exact = exact
+        self._rounded = rounded
+        self._asked: tuple[int, torch.Tensor, Check, torch.Tensor] | None = None
+
+    def check(self, prompts: torch.Tensor, run: Timed) -> Check:
+        """Check a run that went on from prompts, int64 [B, T]."""
+        ids, steps = torch.cat((prompts, run.first[:, None], run.tokens), 1), run.tokens.shape[1]
+        if self._asked is None or self._asked[0] != steps or not torch.equal(self._asked[1], ids):
+            self._asked = (steps, ids, *self._ask(ids, steps))
+        *_, about_tokens, last = self._asked
+        if run.logits is None:
+            return about_tokens
+        return replace(about_tokens, relative_error=relative_error(run.logits, last))
+
+    def _ask(self, ids: torch.Tensor, steps: int) -> tuple[Check, torch.Tensor]:
+        """What can be said about the last `steps` tokens of ids [B, length], and the last step's float32 logits."""
+        parts = [self._answers(part, steps) for part in ids.split(max(1, TOKENS_AT_ONCE // ids.shape[1]))]
+        agrees, gaps, near_agrees, near_gaps, last, near_last, chosen = map(torch.cat, zip(*parts, strict=True))
+        check = Check(
+            agreement=float(agrees.float().mean()),
+            bf16_agreement=float(near_agrees.float().mean()),
+            largest_gap=float(gaps.max()),
+            bf16_largest_gap=float(near_gaps.max()),
+            relative_error=None,
+            bf16_relative_error=relative_error(near_last, last),
+            active_experts=mean_active(chosen) if chosen.numel() else None,
+        )
+        return check, last
+
+    @torch.no_grad()
+    def _answers(self, ids: torch.Tensor, steps: int) -> tuple[torch.Tensor, ...]:
+        """About n sequences, by sequence: what the check's numbers are made of.
+
+        Returns:
+            what `judge` says of their tokens and of bfloat16's, the last step's logits of both, and the experts that
+            tokens go to, int64 [n, sparse layers, steps, per_token], in bfloat16.
+        """
+        fed, tokens = ids[:, :-1], ids[:, -steps:]
+        exact = logits(self._exact, fed, steps)
+        with recorded_choices(self._rounded) as chosen:
+            near = logits(self._rounded, fed, steps)
+        of_steps = [experts.unflatten(0, fed.shape)[:, -steps:] for experts in chosen]
+        return (
+            *judge(tokens, exact),
+            *judge(near.argmax(2), exact),
+            exact[:, -1].clone(),  # the other steps are not to be kept
+            near[:, -1].clone(),
+            torch.stack(of_steps, 1) if of_steps else torch.empty(len(ids), 0),
+        )
 
 
-@torch.no_grad()
-def check(reference: Qwen3, rounded: Qwen3, prompts: torch.Tensor, run: Timed) -> Check:
-    """Feed prompts and the run's tokens to transformers, one sequence at a time.
+def mean_active(chosen: torch.Tensor) -> float:
+    """Experts of a layer and a step that have any tokens, on average.
 
     Args:
-        reference, rounded: the model in float32 and in bfloat16.
-        prompts: int64 [B, T].
+        chosen: int64 [B, layers, steps, per_token], the experts that each token goes to.
     """
-    steps = run.tokens.shape[1]
-    fed = torch.cat((prompts, run.first[:, None], run.tokens[:, :-1]), 1)
-    choices, bf16_choices, errors, bf16_errors, norms = [], [], [], [], []
-    for sequence, tokens in enumerate(run.tokens):
-        ids = fed[sequence : sequence + 1]
-        exact, near = (
-            model(input_ids=ids, use_cache=False, logits_to_keep=steps).logits[0].float()
-            for model in (reference, rounded)
-        )
-        choices.append(judge(tokens, exact))
-        bf16_choices.append(judge(near.argmax(1), exact))
-        norms.append(exact[-1].norm())
-        bf16_errors.append((near[-1] - exact[-1]).norm())
-        if run.logits is not None:
-            errors.append((run.logits[sequence] - exact[-1]).norm())
+    together = chosen.permute(1, 2, 0, 3).flatten(2).sort(2).values
+    return float(1 + (together.diff(dim=2) != 0).sum(2).float().mean())
 
-    def relative(parts: list[torch.Tensor]) -> float:
-        return float(torch.stack(parts).norm() / torch.stack(norms).norm())
 
-    agreement, gap = zip(*choices, strict=True)
-    bf16_agreement, bf16_gap = zip(*bf16_choices, strict=True)
-    return Check(
-        agreement=statistics.mean(agreement),
-        bf16_agreement=statistics.mean(bf16_agreement),
-        largest_gap=max(gap),
-        bf16_largest_gap=max(bf16_gap),
-        relative_error=relative(errors) if errors else None,
-        bf16_relative_error=relative(bf16_errors),
-    )
+def judge(tokens: torch.Tensor, exact: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether tokens [n, steps] are the choice of logits [n, steps, vocab], and the gap to it, both [n, steps]."""
+    best, best_token = exact.max(2)
+    return tokens == best_token, best - exact.gather(2, tokens[:, :, None])[:, :, 0]
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """||found - exact|| / ||exact||."""
+    return float((found - exact).norm() / exact.norm())
+
+
+def logits(model: Qwen3, ids: torch.Tensor, steps: int) -> torch.Tensor:
+    """float32 [n, steps, vocab]: after each of the last `steps` tokens of ids [n, length]."""
+    return model(input_ids=ids, use_cache=False, logits_to_keep=steps).logits.float()
+
+
+@contextmanager
+def recorded_choices(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Inside the block each router of the model appends to a list what it chose: int64 [tokens, per_token]."""
+    chosen: list[torch.Tensor] = []
+    # by hooks of our own: those of output_router_logits would stay, for torch.compile to find
+    hooks = [
+        module.register_forward_hook(lambda _module, _inputs, output: chosen.append(output[2]))
+        for module in model.modules()
+        if isinstance(module, Qwen3MoeTopKRouter)
+    ]
+    try:
+        yield chosen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def float32_copy(model: Qwen3) -> Qwen3:
-    """The same weights in a float32 model on the same device; those of layers with experts only while they run."""
-    if isinstance(model, Qwen3ForCausalLM):
-        with torch.device(model.device):
-            same = Qwen3ForCausalLM(model.config).float().eval()
-        same.load_state_dict(model.state_dict())
-        return same
+    """The same weights in a float32 model on the same device, those of the layers only while they run."""
     passing = {id(layer): PassingFloat32(layer) for layer in model.model.layers}
     same = copy.deepcopy(model, passing).float()
     with torch.device(model.device):  # its frequencies may have been rounded with the weights
@@ -114,8 +176,13 @@ class PassingFloat32(torch.nn.Module):
         self._layer = (layer,)  # in a tuple it is no submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        layer = copy.deepcopy(self._layer[0]).float()
-        for module in layer.modules():
-            if hasattr(module, "gate_up_proj") and hasattr(module, "config"):
-                module.config._experts_implementation = "eager"  # grouped products are made for bfloat16
-        return layer(*args, **kwargs)
+        return in_float32(self._layer[0])(*args, **kwargs)
+
+
+def in_float32(layer: torch.nn.Module) -> torch.nn.Module:
+    """A float32 copy of a decoder layer."""
+    layer = copy.deepcopy(layer).float()
+    for module in layer.modules():
+        if hasattr(module, "gate_up_proj") and hasattr(module, "config"):
+            module.config._experts_implementation = "eager"  # grouped products are made for bfloat16
+    return layer

@@ -1,20 +1,25 @@
 """What the benchmarks share: real geometries with random weights, timing, and a record of where it ran."""
 
+import gc
+import json
 import os
 import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
 import triton
+import typer
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 Qwen3 = Qwen3ForCausalLM | Qwen3MoeForCausalLM
+T = TypeVar("T")
 
 # hidden, intermediate, layers, heads, KV heads, tied embeddings; head_dim 128 and vocabulary 151936 in all
 GEOMETRIES = {
@@ -75,24 +80,86 @@ def random_model(name: str, seed: int = 0, **changes: Any) -> Qwen3:
     return model
 
 
-def median_ms(run: Callable[[], object], repeats: int) -> float:
-    """Median wall-clock milliseconds of `run`, synchronised, after one warm-up call."""
-    run()
-    times = []
-    for _ in range(repeats):
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
+
+
+def seconds(run: Callable[[], T]) -> tuple[float, T]:
+    """Wall-clock seconds of `run`, synchronised, and what it returned."""
+    synchronize()
+    start = time.perf_counter()
+    result = run()
+    synchronize()
+    return time.perf_counter() - start, result
+
+
+def release() -> None:
+    """Give back what was held: compiled code, CUDA graphs, memory."""
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def attempt(run: Callable[[], T]) -> tuple[T | None, str | None]:
+    """What `run` returned, or in a line why it failed. The traceback is printed, but for a module that is missing."""
+    try:
+        return run(), None
+    except ModuleNotFoundError as missing:
+        return None, f"{missing.name} is not installed"
+    except Exception as failure:
+        traceback.print_exc()
+        return None, f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second of a large device-to-device copy, read and written bytes counted."""
+    """Bytes per second of a large device-to-device copy, read and written bytes counted; the median of 5."""
     source = torch.empty(2**32, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    return 2 * source.numel() / (median_ms(lambda: target.copy_(source), 5) / 1e3)
+    target.copy_(source)
+    return 2 * source.numel() / statistics.median(seconds(lambda: target.copy_(source))[0] for _ in range(5))
+
+
+def refuse_unknown(option: str, names: list[str], known: Mapping[str, object]) -> None:
+    """Raises typer.BadParameter for a name that is not known."""
+    for name in names:
+        if name not in known:
+            message = f"{name!r} is unknown; choose among {', '.join(known)}"
+            raise typer.BadParameter(message, param_hint=option)
+
+
+def begin() -> dict[str, Any]:
+    """Print where a benchmark runs, and return it: the beginning of its record. Raises typer.Exit without a GPU."""
+    if not torch.cuda.is_available():
+        typer.echo("error: no CUDA device was found; this benchmark needs one", err=True)
+        raise typer.Exit(2)
+    torch.set_float32_matmul_precision("highest")  # no TF32 in the reference
+    facts = environment()
+    cached = any(Path(triton.knobs.cache.dir).glob("*"))
+    bandwidth = copy_bandwidth()
+    torch.cuda.empty_cache()
+    for fact, value in facts.items():
+        typer.echo(f"{fact:<14} {value}")
+    typer.echo(f"{'copy bandwidth':<14} {bandwidth / 1e12:.3f} TB/s")
+    typer.echo(f"{'Triton cache':<14} {'in use' if cached else 'empty'} at the start")
+    return {"environment": facts, "copy_bytes_per_s": bandwidth, "kernels_cached_at_start": cached}
+
+
+def end(record: dict[str, Any], warnings: list[str], json_file: Path | None) -> None:
+    """Print the warnings, then the record with them as JSON, which goes to the file too.
+
+    Raises:
+        typer.Exit: with code 1 if there are warnings.
+    """
+    for warning in warnings:
+        typer.echo(f"warning: {warning}")
+    line = json.dumps(record | {"warnings": warnings})
+    if json_file is not None:
+        json_file.write_text(line + "\n")
+    typer.echo(line)
+    if warnings:
+        raise typer.Exit(1)
 
 
 def commit() -> str:

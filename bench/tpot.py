@@ -2,30 +2,31 @@
 
     python bench/tpot.py [--models Qwen3-0.6B] [--batches 1 --batches 8] [--json FILE]
 
-Weights and prompts are random. A time is that of `new` greedy steps after the prefill, which is not timed,
-divided by `new`; the median of the repeats counts. The tokens of the last timed repeat are then checked:
-prompt and tokens go through transformers in float32 and in bfloat16, which gives both choices at each step.
-Memory bandwidth utilisation (MBU) compares the time with that of a copy of the bytes that a step has to
-read. The last line printed is a JSON object with every number; the exit code is 1 if megaflow failed or is
-less accurate than it should be.
+Weights and prompts are random. A time is that of `new` greedy steps after the prefill, which is not timed, divided by
+`new`; the median of the repeats counts. The tokens of the last timed repeat are then checked: prompt and tokens go
+through transformers in float32, a layer at a time, and in bfloat16, which gives both choices at each step.
+
+Memory bandwidth utilisation (MBU) compares the time with that of a copy of the bytes that a step has to read: the
+weights, and the keys and values halfway through the run. Of a layer with experts those weights count that the run's
+tokens need. Which these are transformers says, as the bfloat16 model of the check routes the same tokens: a mean over
+all steps and layers of the last timed repeat. (Rounding may move a token between experts that are nearly tied; that
+hardly changes how many are active.)
+
+The last line printed is a JSON object with every number; the exit code is 1 if megaflow failed or is less accurate than
+it should be.
 """
 
-import gc
-import json
 import statistics
-import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import torch
-import triton
 import typer
-from checking import LARGEST_ERROR, Check, check, float32_copy
-from common import GEOMETRIES, copy_bandwidth, environment, random_model
+from checking import LARGEST_ERROR, Check, Reference, float32_copy
+from common import GEOMETRIES, attempt, begin, end, random_model, refuse_unknown, release, seconds
 from engines import SPARE, Engine, Megaflow, StaticCacheLoop, Timed
 from roofline import step_bytes
 
@@ -37,23 +38,6 @@ MODELS = ["Qwen3-0.6B", "Qwen3-8B"]
 BATCHES = [1, 8]
 ALL_SCHEDULES = list(SCHEDULES)
 BASELINE = "transformers compiled"
-
-T = TypeVar("T")
-
-
-def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def seconds(run: Callable[[], T]) -> tuple[float, T]:
-    """Wall-clock seconds of `run`, synchronised, and what it returned."""
-    synchronize()
-    start = time.perf_counter()
-    result = run()
-    synchronize()
-    return time.perf_counter() - start, result
 
 
 def measure(engine: Engine, prompts: torch.Tensor, steps: int, repeats: int) -> Timed:
@@ -88,7 +72,7 @@ class Result:
 
     Attributes:
         tpot_ms: median of repeats_ms; tokens_per_s: of the whole batch.
-        mbu: the time in which the bytes of a step can be copied, as a share of tpot_ms.
+        bytes: that a step has to read; mbu: the time in which so many can be copied, as a share of tpot_ms.
         first_step_s: seconds of the first step, compilation included.
         compilation: what torch.compile counted.
     """
@@ -96,6 +80,7 @@ class Result:
     tpot_ms: float
     repeats_ms: tuple[float, ...]
     tokens_per_s: float
+    bytes: int
     mbu: float
     first_step_s: float
     check: Check
@@ -104,17 +89,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: what was measured, and the result or what went wrong.
-
-    Attributes:
-        bytes: that a step has to read; floor_ms: in which so many bytes can be copied.
-    """
+    """A line of the table: what was measured, and the result or what went wrong."""
 
     model: str
     batch: int
     engine: str
-    bytes: int
-    floor_ms: float
     result: Result | None
     error: str | None
 
@@ -157,44 +136,46 @@ def describe_check(result: Result) -> str:
     return ", ".join(parts)
 
 
-def table_line(model: str, batch: str, engine: str, tpot: str, rate: str, mbu: str, check: str) -> str:
+def table_line(model: str, batch: str, engine: str, tpot: str, rate: str, size: str, mbu: str, check: str) -> str:
     """A line of the table."""
-    return f"{model:<13} {batch:>5}  {engine:<21} {tpot:>8} {rate:>9} {mbu:>6}  {check}"
+    return f"{model:<13} {batch:>5}  {engine:<21} {tpot:>8} {rate:>9} {size:>6} {mbu:>6}  {check}"
 
 
 def row_line(row: Row) -> str:
     """The line of a row."""
     if row.result is None:
-        return table_line(row.model, str(row.batch), row.engine, "-", "-", "-", f"failed: {row.error}")
-    numbers = (f"{row.result.tpot_ms:.3f}", f"{row.result.tokens_per_s:,.0f}", f"{row.result.mbu:.1%}")
-    return table_line(row.model, str(row.batch), row.engine, *numbers, describe_check(row.result))
-
-
-def release() -> None:
-    """Give back what an engine held: compiled code, CUDA graphs, memory."""
-    torch.compiler.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
+        return table_line(row.model, str(row.batch), row.engine, "-", "-", "-", "-", f"failed: {row.error}")
+    found = row.result
+    numbers = (f"{found.tpot_ms:.3f}", f"{found.tokens_per_s:,.0f}", f"{found.bytes / 1e9:.2f}", f"{found.mbu:.1%}")
+    return table_line(row.model, str(row.batch), row.engine, *numbers, describe_check(found))
 
 
 def find(
     make: Callable[[], Engine],
     prompts: torch.Tensor,
     setting: Setting,
-    floor_ms: float,
-    inspect: Callable[[torch.Tensor, Timed], Check],
+    reference: Reference,
+    size: Callable[[float | None], int],
+    bandwidth: float,
 ) -> Result:
-    """Make an engine, time it and check what it did."""
+    """Make an engine, time it and check what it did.
+
+    Args:
+        size: bytes that a step has to read, by the number of active experts.
+    """
     engine = make()
     timed = measure(engine, prompts, setting.new, setting.repeats)
+    check = reference.check(prompts, timed)
     tpot_ms = statistics.median(timed.repeats_ms)
+    read = size(check.active_experts)
     return Result(
         tpot_ms=tpot_ms,
         repeats_ms=timed.repeats_ms,
         tokens_per_s=1e3 * len(prompts) / tpot_ms,
-        mbu=floor_ms / tpot_ms,
+        bytes=read,
+        mbu=1e3 * read / bandwidth / tpot_ms,
         first_step_s=timed.first_step_s,
-        check=inspect(prompts, timed),
+        check=check,
         compilation=engine.compilation(),
     )
 
@@ -210,31 +191,23 @@ def measure_model(name: str, setting: Setting, bandwidth: float) -> ModelReport:
     source = random_model(name)
     positions = setting.prompt + setting.new + SPARE
     packing_s, mega = seconds(
-        lambda: MegaModel.from_hf(
-            source, max_batch_size=max(setting.batches), max_seq_len=positions, progress=False
-        )
+        lambda: MegaModel.from_hf(source, max_batch_size=max(setting.batches), max_seq_len=positions, progress=False)
     )
     engines: dict[str, Callable[[], Engine]] = {
         f"megaflow {schedule}": partial(Megaflow, mega, schedule) for schedule in setting.schedules
     }
     if setting.baseline:
         engines[BASELINE] = partial(StaticCacheLoop, source, setting.prompt, setting.new)
-    inspect = partial(check, float32_copy(source), source)
+    reference = Reference(float32_copy(source), source)
     mean_context = setting.prompt + setting.new // 2
     rows = []
     for batch in setting.batches:
         prompts = random_prompts(mega.geometry.vocab, batch, setting.prompt, mega.device)
-        size = step_bytes(mega.geometry, batch, mean_context)
-        floor_ms = 1e3 * size / bandwidth
+        size = partial(step_bytes, mega.geometry, batch, mean_context)
         for engine, make in engines.items():
-            result = error = None
-            try:
-                result = find(make, prompts, setting, floor_ms, inspect)
-            except Exception as failure:
-                traceback.print_exc()
-                error = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
+            result, error = attempt(partial(find, make, prompts, setting, reference, size, bandwidth))
             release()
-            rows.append(Row(name, batch, engine, size, floor_ms, result, error))
+            rows.append(Row(name, batch, engine, result, error))
             typer.echo(row_line(rows[-1]))
     first = next((row.result for row in rows if row.engine != BASELINE and row.result), None)
     return ModelReport(name, packing_s, first.first_step_s if first else None, rows)
@@ -244,14 +217,6 @@ def cold_start_line(report: ModelReport) -> str:
     """How long it took until the first token."""
     step = "failed" if report.first_step_s is None else f"{report.first_step_s:.2f} s"
     return f"{report.model} cold start: weights packed in {report.packing_s:.2f} s, first decode step {step}"
-
-
-def refuse_unknown(option: str, names: list[str], known: Mapping[str, object]) -> None:
-    """Raises typer.BadParameter for a name that is not known."""
-    for name in names:
-        if name not in known:
-            message = f"{name!r} is unknown; choose among {', '.join(known)}"
-            raise typer.BadParameter(message, param_hint=option)
 
 
 def main(
@@ -267,45 +232,19 @@ def main(
     """Measure decode time per token and check the tokens of the measured runs."""
     refuse_unknown("--models", models, GEOMETRIES)
     refuse_unknown("--schedules", schedules, SCHEDULES)
-    if not torch.cuda.is_available():
-        typer.echo("error: no CUDA device was found; this benchmark needs one", err=True)
-        raise typer.Exit(2)
-    torch.set_float32_matmul_precision("highest")  # no TF32 in the reference
     setting = Setting(models, batches, prompt, new, repeats, schedules, baseline)
-    facts = environment()
-    kernels_cached = any(Path(triton.knobs.cache.dir).glob("*"))
-    bandwidth = copy_bandwidth()
-    torch.cuda.empty_cache()
-    for fact, value in facts.items():
-        typer.echo(f"{fact:<14} {value}")
-    typer.echo(f"{'copy bandwidth':<14} {bandwidth / 1e12:.3f} TB/s")
-    typer.echo(f"{'Triton cache':<14} {'in use' if kernels_cached else 'empty'} at the start")
+    record = begin()
     typer.echo(f"{'setting':<14} prompts of {prompt} tokens, {new} steps, median of {repeats} repeats\n")
-    typer.echo(table_line("model", "batch", "engine", "TPOT ms", "tokens/s", "MBU", "check"))
+    typer.echo(table_line("model", "batch", "engine", "TPOT ms", "tokens/s", "GB", "MBU", "check"))
     reports = []
     for name in models:
-        reports.append(measure_model(name, setting, bandwidth))
+        reports.append(measure_model(name, setting, record["copy_bytes_per_s"]))
         release()  # the model before goes before the next is made
     typer.echo()
     for report in reports:
         typer.echo(cold_start_line(report))
     warnings = [row.warning for report in reports for row in report.rows if row.warning]
-    for warning in warnings:
-        typer.echo(f"warning: {warning}")
-    record = {
-        "environment": facts,
-        "copy_bytes_per_s": bandwidth,
-        "kernels_cached_at_start": kernels_cached,
-        "setting": asdict(setting),
-        "models": [asdict(report) for report in reports],
-        "warnings": warnings,
-    }
-    line = json.dumps(record)
-    if json_file is not None:
-        json_file.write_text(line + "\n")
-    typer.echo(line)
-    if warnings:
-        raise typer.Exit(1)
+    end(record | {"setting": asdict(setting), "models": [asdict(report) for report in reports]}, warnings, json_file)
 
 
 if __name__ == "__main__":
