@@ -15,7 +15,7 @@ from megaflow.errors import PlanError
 from megaflow.graph import BATCH, Operator
 from megaflow.regions import Access, MicroBatch, Span, TiledOperator
 
-ROW_WIDTH = 24  # int64 fields in a row of the operator table
+ROW_WIDTH = 32  # int64 fields in a row of the operator table
 Buffers = Mapping[str, torch.Tensor]
 Place = tuple[int | slice | torch.Tensor, ...]  # an index into a tensor
 
@@ -34,6 +34,7 @@ class KernelConfig:
         heads: query heads per KV head, padded to a power of two.
         group: the same, padded to at least 16 (a tensor-core tile).
         kv_block: KV positions that attention takes at once.
+        qk_norm: whether attention takes an RMSNorm of each query and key.
         eps: of every RMSNorm.
         dtype: name of the model's dtype in Triton ("bfloat16", "float32").
     """
@@ -47,6 +48,7 @@ class KernelConfig:
     heads: int
     group: int
     kv_block: int
+    qk_norm: bool
     eps: float
     dtype: str
 

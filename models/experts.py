@@ -1,4 +1,4 @@
-"""The MLP of a sparse layer: each token goes to the experts that its router chooses.
+"""The MLP of a sparse layer: each token goes to the experts that its router chooses, and to the shared one if any.
 
 Which experts are active is known on the device alone. Operators over them are cut for the most that can be, and
 tiles beyond the active ones find nothing to do, so an inactive expert's weights are never read.
@@ -22,17 +22,21 @@ def routing_symbols(experts: Experts | None, batch: int) -> dict[str, int]:
 
 
 def sparse_mlp(g: Graph, model: Geometry, name: Names, stream: Stream, gamma: Tensor) -> Stream:
-    """h += sum over a token's experts of weight * down(silu(gate(norm(h))) * up(norm(h)))."""
+    """h += sum over a token's experts of weight * down(silu(gate(norm(h))) * up(norm(h))); the shared one's weight is
+    the sigmoid of the router's last logit."""
     experts, hidden = model.experts, model.hidden
     assert experts is not None
     count, width = experts.count, experts.width
-    logits = Tensor("router_logits", (BATCH, count), "float32")
-    linear(g, name("router"), stream, Tensor(name("router"), (count, hidden)), {"out": logits}, "store")
+    logits = Tensor("router_logits", (BATCH, experts.router_rows), "float32")
+    router = Tensor(name("router"), (experts.router_rows, hidden))
+    linear(g, name("router"), stream, router, {"out": logits}, "store")
+    # does not depend on the routing: work for all while a few workers choose and group
+    shared = shared_expert(g, model, name, stream) if experts.shared_width else None
 
     chosen = Tensor("topk_experts", (BATCH, experts.per_token), "int32")
     weights = Tensor("topk_weights", (BATCH, experts.per_token), "float32")
     outputs = {"experts": chosen, "weights": weights}
-    g.add(name("topk"), "topk", {"logits": logits}, outputs, norm_topk_prob=experts.normalized)
+    g.add(name("topk"), "topk", {"logits": logits}, outputs, count=count, norm_topk_prob=experts.normalized)
 
     lists = {
         "active": Tensor("active_experts", (PLACES,), "int32"),
@@ -52,10 +56,21 @@ def sparse_mlp(g: Graph, model: Geometry, name: Names, stream: Stream, gamma: Te
     g.add(name("expert_down"), "expert_linear", {"x": middle, "weight": down, **lists}, {"out": out}, epilogue="store")
 
     after = stream.after()
-    g.add(
-        name("combine"),
-        "combine",
-        {"expert_out": out, "weights": weights, "active": lists["active"], "h": stream.h, "gamma": gamma},
-        {"h_out": after.h, "out": after.normed, "ssq_out": after.ssq},
-    )
+    inputs = {"expert_out": out, "weights": weights, "active": lists["active"], "h": stream.h, "gamma": gamma}
+    if shared is not None:
+        inputs |= {"shared_out": shared, "gate": logits}
+    g.add(name("combine"), "combine", inputs, {"h_out": after.h, "out": after.normed, "ssq_out": after.ssq})
     return after
+
+
+def shared_expert(g: Graph, model: Geometry, name: Names, stream: Stream) -> Tensor:
+    """down(silu(gate(norm(h))) * up(norm(h))) of the expert that all tokens share, float32 [B, hidden]."""
+    assert model.experts is not None
+    width = model.experts.shared_width
+    middle = Tensor("shared_hidden", (BATCH, width))
+    out = Tensor("shared_out", (BATCH, model.hidden), "float32")
+    gate_up = Tensor(name("shared_gate_up"), (2 * width, model.hidden))
+    linear(g, name("shared_gate_up"), stream, gate_up, {"out": middle}, "silu")
+    down = Tensor(name("shared_down"), (model.hidden, width))
+    g.add(name("shared_down"), "linear", {"x": middle, "weight": down}, {"out": out}, epilogue="store")
+    return out

@@ -39,9 +39,20 @@ def norm_weight(name: str, width: int) -> Tensor:
     return Tensor(name, (width,), "float32")
 
 
-def linear(g: Graph, name: str, stream: Stream, weight: Tensor, outputs: dict[str, Tensor], epilogue: str) -> None:
-    """outputs = epilogue(weight @ norm(h))."""
-    g.add(name, "linear", {"x": stream.normed, "ssq": stream.ssq, "weight": weight}, outputs, epilogue=epilogue)
+def linear(
+    g: Graph,
+    name: str,
+    stream: Stream,
+    weight: Tensor,
+    outputs: dict[str, Tensor],
+    epilogue: str,
+    bias: Tensor | None = None,
+) -> None:
+    """outputs = epilogue(weight @ norm(h) + bias)."""
+    inputs = {"x": stream.normed, "ssq": stream.ssq, "weight": weight}
+    if bias is not None:
+        inputs["bias"] = bias
+    g.add(name, "linear", inputs, outputs, epilogue=epilogue)
 
 
 def residual(g: Graph, name: str, x: Tensor, weight: Tensor, stream: Stream, gamma: Tensor) -> Stream:

@@ -1,7 +1,8 @@
 """Adding up the outputs of a token's experts, into the residual stream.
 
-h_out = h + the sum of weight * expert_out over the token's experts, in order; and what the next RMSNorm needs of it,
-just as a linear layer leaves it (megaflow.tasks.linear).
+h_out = h + the sum of weight * expert_out over the token's experts, in order, + sigmoid(gate) * shared_out if there is
+an expert that all tokens share; and what the next RMSNorm needs of it, just as a linear layer leaves it
+(megaflow.tasks.linear). The logit `gate` is the last of the router's.
 """
 
 import torch
@@ -27,8 +28,10 @@ from megaflow.tasks.product import (
     residual_row,
 )
 
-FIELDS = (*PRODUCT_FIELDS, *RESIDUAL_FIELDS, "weights", "weights_stride", "slots")
-WEIGHTS, WEIGHTS_STRIDE, SLOTS = map(tl.constexpr, range(len(FIELDS) - 3, len(FIELDS)))
+FIELDS = (*PRODUCT_FIELDS, *RESIDUAL_FIELDS, "weights", "weights_stride", "slots",
+          "shared_out", "shared_stride", "gate", "gate_stride")  # fmt: skip
+(WEIGHTS, WEIGHTS_STRIDE, SLOTS,
+ SHARED_OUT, SHARED_STRIDE, GATE, GATE_STRIDE) = map(tl.constexpr, range(len(FIELDS) - 7, len(FIELDS)))  # fmt: skip
 
 LOADED = tl.constexpr(8)  # experts' outputs that are loaded at once
 
@@ -49,6 +52,16 @@ def weighted_sum(row, o_n, o_t, mask, slots, CONFIG: tl.constexpr):
 
 
 @jit
+def gated_shared(row, o_n, o_t, mask):
+    """float32 [rows, tokens]: sigmoid(gate) * shared_out; zero where there is no shared expert."""
+    present = tl.load(row + SHARED_OUT) != 0
+    p_gate = pointer(row, GATE, tl.float32) + o_t * number(row, GATE_STRIDE)
+    p_shared = pointer(row, SHARED_OUT, tl.float32) + (o_t * number(row, SHARED_STRIDE))[None, :] + o_n[:, None]
+    gate = tl.load(p_gate, mask=present & (o_t < number(row, BATCH)), other=0.0)
+    return tl.sigmoid(gate)[None, :] * tl.load(p_shared, mask=present & mask, other=0.0)
+
+
+@jit
 def combine_body(row, c_column, c_token, c_unused, step, inputs, CONFIG: tl.constexpr):
     R: tl.constexpr = CONFIG.rows
     T: tl.constexpr = CONFIG.tokens
@@ -62,7 +75,8 @@ def combine_body(row, c_column, c_token, c_unused, step, inputs, CONFIG: tl.cons
     for i in range(0, run):
         o_n = (c_column * run + i) * R + tl.arange(0, R)
         mask = (o_n < width)[:, None] & m_t[None, :]
-        ssq += add_residual(row, weighted_sum(row, o_n, o_t, mask, slots, CONFIG), o_n, o_t, mask, CONFIG)
+        y = weighted_sum(row, o_n, o_t, mask, slots, CONFIG) + gated_shared(row, o_n, o_t, mask)
+        ssq += add_residual(row, y, o_n, o_t, mask, CONFIG)
     tl.store(pointer(row, SSQ_OUT, tl.float32) + o_t * number(row, SSQ_OUT_STRIDE) + c_column, ssq, mask=m_t)
 
 
@@ -80,21 +94,29 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
     # for the order of tasks the rows of expert_out are places in the list of active experts, as for its writer
     places = tiling.shape(op, "active")[0]
     expert_out = Access(op.tensor("expert_out").name, (places, width), (Span.whole(places), across))
+    reads = [expert_out, access("weights", Span.whole(slots)), access("h", across)]
+    if "shared_out" in op.inputs:
+        reads += [access("shared_out", across), access("gate", Span(None, 1, offset=gate_column(op)))]
     return TiledOperator(
         op.name,
         op.kind,
         grid=(-(-width // height), tiling.token_tiles),
-        reads=(expert_out, access("weights", Span.whole(slots)), access("h", across)),
+        reads=tuple(reads),
         writes=(access("h_out", across), access("out", across), access("ssq_out", Span.tiles(0, 1))),
-        tile_bytes=height * min(config.tokens, batch) * (slots + 1) * 4,
+        tile_bytes=height * min(config.tokens, batch) * (slots + 1 + ("shared_out" in op.inputs)) * 4,
         params=(("run", height // config.rows), ("batch", batch)),
         tile_flops=2 * height * min(config.tokens, batch) * slots,
     )
 
 
+def gate_column(op: Operator) -> int:
+    """Where the shared expert's logit lies among the router's."""
+    return op.tensor("gate").width - 1
+
+
 def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     at = by_role(op, buffers)
-    return residual_row(op, buffers) | {
+    values = residual_row(op, buffers) | {
         "x": at("expert_out").data_ptr(),
         "x_stride": at("expert_out").stride(0),
         "rows": op.tensor("h").width,
@@ -106,19 +128,34 @@ def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
         "weights_stride": at("weights").stride(0),
         "slots": op.tensor("weights").width,
     }
+    if "shared_out" in op.inputs:
+        values |= {
+            "shared_out": at("shared_out").data_ptr(),
+            "shared_stride": at("shared_out").stride(0),
+            "gate": at("gate")[:, gate_column(op) :].data_ptr(),
+            "gate_stride": at("gate").stride(0),
+        }
+    return values
 
 
 def oracle(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The operator in torch, in the dtype of its inputs; expert_out is [B * K, hidden], its rows are pairs."""
+    """The operator in torch, in the dtype of its inputs.
+
+    Args:
+        inputs: expert_out [B * K, hidden], its rows are pairs; weights [B, K]; h [B, hidden]; gamma [hidden]; with a
+            shared expert shared_out [B, hidden] and gate [B, n], of which the last column counts.
+    """
     weights = inputs["weights"]
     y = inputs["expert_out"].unflatten(0, weights.shape)
     h = inputs["h"] + (weights[:, :, None] * y).sum(1)
+    if "shared_out" in inputs:
+        h = h + inputs["gate"][:, -1:].sigmoid() * inputs["shared_out"]
     return {"h_out": h, "out": h * inputs["gamma"], "ssq_out": h.square().sum(1, keepdim=True)}
 
 
 def run_tile(tile: Tile) -> None:
     """A tile is some columns for some tokens."""
-    inputs = {role: tile.read(role) for role in ("weights", "h")}
+    inputs = {role: tile.read(role) for role in ("weights", "h", "shared_out", "gate") if role in tile.op.inputs}
     (tokens, slots), columns = inputs["weights"].shape, inputs["h"].shape[1]
     pair = tile.at[1] * tile.config.tokens * slots
     column = tile.at[0] * tile.tiled.param("run") * tile.config.rows

@@ -3,8 +3,9 @@
 Before: the input may be an RMSNorm whose weight the producer has multiplied in already; what is left is the
 scale 1 / rms of each token, which commutes with the product. Producers hand over partial sums of squares, one
 per tile, so no consumer goes over the input again.
-After: the epilogue, one of STORE (qkv), RESIDUAL (add to the residual stream, prepare the next RMSNorm), SILU
-(gate and up rows alternate; y = silu(gate) * up) and LOGITS (store, and the best of the tile for argmax).
+After: the epilogue, one of STORE (qkv; with a bias if there is one), RESIDUAL (add to the residual stream, prepare the
+next RMSNorm), SILU (gate and up rows alternate; y = silu(gate) * up) and LOGITS (store, and the best of the tile for
+argmax).
 
 One task is `run` sub-tiles of CONFIG.rows weight rows, by CONFIG.tokens tokens.
 """
@@ -49,10 +50,17 @@ from megaflow.tasks.product import (
     sub_tile,
 )
 
-FIELDS = (*PRODUCT_FIELDS, *RESIDUAL_FIELDS, "best_value", "best_index", "best_stride")
-BEST_VALUE, BEST_INDEX, BEST_STRIDE = map(tl.constexpr, range(len(FIELDS) - 3, len(FIELDS)))
+FIELDS = (*PRODUCT_FIELDS, *RESIDUAL_FIELDS, "best_value", "best_index", "best_stride", "bias")
+BEST_VALUE, BEST_INDEX, BEST_STRIDE, BIAS = map(tl.constexpr, range(len(FIELDS) - 4, len(FIELDS)))
 
 LONGEST_RUN = 32
+
+
+@jit
+def bias_of(row, o_n, rows):
+    """float32 [rows of the sub-tile, 1]; zero if the operator has no bias."""
+    mask = (tl.load(row + BIAS) != 0) & (o_n < rows)
+    return tl.load(pointer(row, BIAS, tl.float32) + o_n, mask=mask, other=0.0)[:, None]
 
 
 @jit
@@ -102,6 +110,7 @@ def linear_body(row, c_row, c_token, c_unused, step, inputs, CONFIG: tl.constexp
             elif epilogue == RESIDUAL:
                 ssq += add_residual(row, y, o_n, o_t, mask, CONFIG)
             else:
+                y += bias_of(row, o_n, rows)
                 store_product(row, y, o_n, o_t, mask)
                 if epilogue == LOGITS:
                     candidate = tl.where(mask, y, float("-inf"))
@@ -184,6 +193,8 @@ def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     values = product_row(op, tiled, buffers) | {"batch": tiled.param("batch")}
     if op.attrs["epilogue"] == "residual":
         values |= residual_row(op, buffers)
+    if "bias" in op.inputs:
+        values["bias"] = at("bias").data_ptr()
     if op.attrs["epilogue"] == "logits":
         values |= {
             "best_value": at("best_value").data_ptr(),

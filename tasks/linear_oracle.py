@@ -11,6 +11,8 @@ def oracle(inputs: dict[str, torch.Tensor], epilogue: str, eps: float) -> dict[s
     y = inputs["x"] @ inputs["weight"].T
     if "ssq" in inputs:
         y = y * torch.rsqrt(inputs["ssq"].sum(1, keepdim=True) / inputs["weight"].shape[1] + eps)
+    if "bias" in inputs:
+        y = y + inputs["bias"]
     if epilogue == "silu":
         gate, up = y.unflatten(1, (-1, 2)).unbind(2)
         return {"out": torch.nn.functional.silu(gate) * up}
@@ -33,6 +35,8 @@ def run_tile(tile: Tile) -> None:
     inputs = {"x": tile.read("x"), "weight": weight}
     if "ssq" in tile.op.inputs:
         inputs["ssq"] = tile.read("ssq")
+    if "bias" in tile.op.inputs:
+        inputs["bias"] = tile.buffer("bias")[first:last]
     if tile.op.attrs["epilogue"] == "residual":
         inputs |= {"h": tile.read("h"), "gamma": tile.buffer("gamma")[first:last]}
     outputs = oracle(inputs, tile.op.attrs["epilogue"], tile.config.eps)

@@ -1,4 +1,7 @@
-"""Choosing the experts of one token: softmax over the router's logits, the K largest, their weights."""
+"""Choosing the experts of one token: softmax over the router's logits of experts, the K largest, their weights.
+
+What follows the logits of the `count` experts is not looked at.
+"""
 
 import torch
 
@@ -63,7 +66,7 @@ def topk_body(row, c_token, c_unused1, c_unused2, step, inputs, CONFIG: tl.const
 
 
 def tile(op: Operator, tiling: Tiling) -> TiledOperator:
-    count, slots = tiling.shape(op, "logits")[1], tiling.shape(op, "experts")[1]
+    count, slots = op.attrs["count"], tiling.shape(op, "experts")[1]
     if not slots <= count <= MOST_EXPERTS or slots > MOST_SLOTS:
         raise PlanError(
             f"operator {op.name}: {slots} of {count} experts; a token may have up to {MOST_SLOTS} of up to "
@@ -84,7 +87,7 @@ def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     return {
         "logits": at("logits").data_ptr(),
         "logits_stride": at("logits").stride(0),
-        "count": op.tensor("logits").width,
+        "count": op.attrs["count"],
         "slots": op.tensor("experts").width,
         "normalised": int(op.attrs["norm_topk_prob"]),
         "experts": at("experts").data_ptr(),
@@ -94,10 +97,15 @@ def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     }
 
 
-def oracle(inputs: dict[str, torch.Tensor], slots: int, norm_topk_prob: bool) -> dict[str, torch.Tensor]:
-    """The operator in torch, in the dtype of the logits [B, E]: experts and weights [B, slots], the best first."""
-    experts = inputs["logits"].sort(dim=1, descending=True, stable=True).indices[:, :slots]
-    weights = inputs["logits"].softmax(1).gather(1, experts)
+def oracle(inputs: dict[str, torch.Tensor], count: int, slots: int, norm_topk_prob: bool) -> dict[str, torch.Tensor]:
+    """The operator in torch, in the dtype of the logits [B, n], of which the first `count` are experts'.
+
+    Returns:
+        experts and weights [B, slots], the best first.
+    """
+    logits = inputs["logits"][:, :count]
+    experts = logits.sort(dim=1, descending=True, stable=True).indices[:, :slots]
+    weights = logits.softmax(1).gather(1, experts)
     if norm_topk_prob:
         weights = weights / weights.sum(1, keepdim=True)
     return {"experts": experts, "weights": weights}
@@ -105,7 +113,8 @@ def oracle(inputs: dict[str, torch.Tensor], slots: int, norm_topk_prob: bool) ->
 
 def run_tile(tile: Tile) -> None:
     slots = tile.op.tensor("experts").width
-    outputs = oracle({"logits": tile.read("logits")}, slots, tile.op.attrs["norm_topk_prob"])
+    attrs = tile.op.attrs
+    outputs = oracle({"logits": tile.read("logits")}, attrs["count"], slots, attrs["norm_topk_prob"])
     for role, values in outputs.items():
         tile.write(role, values)
 

@@ -219,7 +219,7 @@ CHANGES = {
     ),
     "another sparse layer": (
         {"decoder_sparse_step": 1},
-        dict.fromkeys(("separate", "fused"), r"layers.0.mlp.down_proj.weight has no place in a Qwen3 model of this"),
+        dict.fromkeys(("separate", "fused"), r"layers.0.mlp.down_proj.weight has no place in a model of this"),
     ),
 }
 
