@@ -1,7 +1,8 @@
 """The MLP of a sparse layer: each token goes to the experts that its router chooses, and to the shared one if any.
 
 Which experts are active is known on the device alone. Operators over them are cut for the most that can be, and
-tiles beyond the active ones find nothing to do, so an inactive expert's weights are never read.
+tiles beyond the active ones find nothing to do, so an inactive expert's weights are never read. The shared expert
+depends on no routing; its two halves stand around the routing, so that workers have them to do in the meantime.
 """
 
 from megaflow.graph import BATCH, Graph, Symbol, Tensor
@@ -27,11 +28,11 @@ def sparse_mlp(g: Graph, model: Geometry, name: Names, stream: Stream, gamma: Te
     experts, hidden = model.experts, model.hidden
     assert experts is not None
     count, width = experts.count, experts.width
+    shared_hidden = shared_gate_up(g, name, stream, experts.shared_width, hidden) if experts.shared_width else None
+
     logits = Tensor("router_logits", (BATCH, experts.router_rows), "float32")
     router = Tensor(name("router"), (experts.router_rows, hidden))
     linear(g, name("router"), stream, router, {"out": logits}, "store")
-    # does not depend on the routing: work for all while a few workers choose and group
-    shared = shared_expert(g, model, name, stream) if experts.shared_width else None
 
     chosen = Tensor("topk_experts", (BATCH, experts.per_token), "int32")
     weights = Tensor("topk_weights", (BATCH, experts.per_token), "float32")
@@ -46,6 +47,10 @@ def sparse_mlp(g: Graph, model: Geometry, name: Names, stream: Stream, gamma: Te
     }
     g.add(name("group"), "group", {"experts": chosen}, lists, experts=count)
 
+    combined = {"weights": weights, "active": lists["active"], "h": stream.h, "gamma": gamma}
+    if shared_hidden is not None:
+        combined |= {"shared_out": shared_down(g, name, shared_hidden, hidden), "gate": logits}
+
     middle = Tensor("expert_hidden", (PAIRS, width))
     gate_up = Tensor(name("expert_gate_up"), (count, 2 * width, hidden))
     inputs = {"x": stream.normed, "ssq": stream.ssq, "weight": gate_up, **lists}
@@ -56,21 +61,21 @@ def sparse_mlp(g: Graph, model: Geometry, name: Names, stream: Stream, gamma: Te
     g.add(name("expert_down"), "expert_linear", {"x": middle, "weight": down, **lists}, {"out": out}, epilogue="store")
 
     after = stream.after()
-    inputs = {"expert_out": out, "weights": weights, "active": lists["active"], "h": stream.h, "gamma": gamma}
-    if shared is not None:
-        inputs |= {"shared_out": shared, "gate": logits}
-    g.add(name("combine"), "combine", inputs, {"h_out": after.h, "out": after.normed, "ssq_out": after.ssq})
+    outputs = {"h_out": after.h, "out": after.normed, "ssq_out": after.ssq}
+    g.add(name("combine"), "combine", {"expert_out": out, **combined}, outputs)
     return after
 
 
-def shared_expert(g: Graph, model: Geometry, name: Names, stream: Stream) -> Tensor:
-    """down(silu(gate(norm(h))) * up(norm(h))) of the expert that all tokens share, float32 [B, hidden]."""
-    assert model.experts is not None
-    width = model.experts.shared_width
-    middle = Tensor("shared_hidden", (BATCH, width))
-    out = Tensor("shared_out", (BATCH, model.hidden), "float32")
-    gate_up = Tensor(name("shared_gate_up"), (2 * width, model.hidden))
-    linear(g, name("shared_gate_up"), stream, gate_up, {"out": middle}, "silu")
-    down = Tensor(name("shared_down"), (model.hidden, width))
-    g.add(name("shared_down"), "linear", {"x": middle, "weight": down}, {"out": out}, epilogue="store")
+def shared_gate_up(g: Graph, name: Names, stream: Stream, width: int, hidden: int) -> Tensor:
+    """silu(gate(norm(h))) * up(norm(h)) of the expert that all tokens share, [B, width]."""
+    out = Tensor("shared_hidden", (BATCH, width))
+    linear(g, name("shared_gate_up"), stream, Tensor(name("shared_gate_up"), (2 * width, hidden)), {"out": out}, "silu")
+    return out
+
+
+def shared_down(g: Graph, name: Names, x: Tensor, hidden: int) -> Tensor:
+    """down(x) of the expert that all tokens share, float32 [B, hidden]."""
+    out = Tensor("shared_out", (BATCH, hidden), "float32")
+    weight = Tensor(name("shared_down"), (hidden, x.width))
+    g.add(name("shared_down"), "linear", {"x": x, "weight": weight}, {"out": out}, epilogue="store")
     return out

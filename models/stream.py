@@ -48,7 +48,7 @@ def linear(
     epilogue: str,
     bias: Tensor | None = None,
 ) -> None:
-    """outputs = epilogue(weight @ norm(h) + bias)."""
+    """outputs = epilogue(weight @ norm(h) + bias); only with the epilogue "store" there may be a bias."""
     inputs = {"x": stream.normed, "ssq": stream.ssq, "weight": weight}
     if bias is not None:
         inputs["bias"] = bias

@@ -95,7 +95,9 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
     places = tiling.shape(op, "active")[0]
     expert_out = Access(op.tensor("expert_out").name, (places, width), (Span.whole(places), across))
     reads = [expert_out, access("weights", Span.whole(slots)), access("h", across)]
+    summed = slots  # outputs of experts, for each token
     if "shared_out" in op.inputs:
+        summed += 1
         reads += [access("shared_out", across), access("gate", Span(None, 1, offset=gate_column(op)))]
     return TiledOperator(
         op.name,
@@ -103,9 +105,9 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
         grid=(-(-width // height), tiling.token_tiles),
         reads=tuple(reads),
         writes=(access("h_out", across), access("out", across), access("ssq_out", Span.tiles(0, 1))),
-        tile_bytes=height * min(config.tokens, batch) * (slots + 1 + ("shared_out" in op.inputs)) * 4,
+        tile_bytes=height * min(config.tokens, batch) * (summed + 1) * 4,
         params=(("run", height // config.rows), ("batch", batch)),
-        tile_flops=2 * height * min(config.tokens, batch) * slots,
+        tile_flops=2 * height * min(config.tokens, batch) * summed,
     )
 
 

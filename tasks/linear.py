@@ -173,6 +173,7 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
         writes += [access(role, Span.tiles(0, 1)) for role in ("best_value", "best_index")]
     token_tiles = -(-tiling.sequences // config.tokens)
     element_bytes = config.element.primitive_bitwidth // 8
+    assert "bias" not in op.inputs or op.attrs["epilogue"] == "store"
     return TiledOperator(
         op.name,
         op.kind,
