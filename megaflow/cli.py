@@ -17,7 +17,7 @@ import typer
 from megaflow.errors import CheckpointError, ConfigError, InputError, MegaflowError
 
 app = typer.Typer(
-    help="Decode Qwen3 language models in one persistent GPU kernel.",
+    help="Decode Qwen3 and Qwen2-MoE language models in one persistent GPU kernel.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

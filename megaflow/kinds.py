@@ -36,6 +36,7 @@ class KernelConfig:
         heads: query heads per KV head, padded to a power of two.
         group: the same, padded to at least 16 (a tensor-core tile).
         kv_block: KV positions that attention takes at once.
+        qk_norm: whether attention takes an RMSNorm of each query and key.
         eps: of every RMSNorm.
         dtype: name of the model's dtype in Triton ("bfloat16", "float32").
     """
@@ -51,6 +52,7 @@ class KernelConfig:
     heads: int
     group: int
     kv_block: int
+    qk_norm: bool
     eps: float
     dtype: str
 

@@ -1,1 +1,1 @@
-"""Models: Qwen3 dense, from a Hugging Face checkpoint to decoded tokens."""
+"""Models: Qwen3 and Qwen2-MoE, from a Hugging Face checkpoint to decoded tokens."""

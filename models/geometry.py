@@ -6,6 +6,7 @@ from typing import Any
 from megaflow.errors import ConfigError
 from megaflow.tasks.topk import MOST_EXPERTS, MOST_SLOTS
 
+MODEL_TYPES = ("qwen3", "qwen3_moe", "qwen2_moe")
 HEAD_DIMS = (64, 128)
 DEFAULT_SEQ_LEN = 2048
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # static kinds: cos and sin depend on the position alone
@@ -20,6 +21,7 @@ class Experts:
         width: of an expert's MLP.
         normalized: whether the weights of a token's experts are divided by their sum.
         layers: numbers of the sparse layers; the others have a dense MLP.
+        shared_width: of the MLP that all tokens share, beside their own experts; 0 if there is none.
     """
 
     count: int
@@ -27,6 +29,12 @@ class Experts:
     width: int
     normalized: bool
     layers: tuple[int, ...]
+    shared_width: int = 0
+
+    @property
+    def router_rows(self) -> int:
+        """A logit for each expert, and behind them one for the shared expert's gate."""
+        return self.count + (self.shared_width > 0)
 
     def pairs(self, batch: int) -> int:
         """Pairs of a token and one of its experts in a batch."""
@@ -39,7 +47,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of a Qwen3 model.
+    """Sizes of a Qwen3 or Qwen2-MoE model.
 
     Attributes:
         hidden: width of the residual stream; intermediate: width of a dense layer's MLP.
@@ -47,6 +55,8 @@ class Geometry:
         vocab: rows of the embedding; tied: whether the LM head is the embedding.
         eps: of every RMSNorm; max_positions: the context the configuration allows.
         experts: of the sparse layers, None in a model without any.
+        qk_norm: whether there is an RMSNorm of each query and key; qkv_bias: whether queries, keys and values have a
+            bias.
     """
 
     layers: int
@@ -60,6 +70,8 @@ class Geometry:
     eps: float
     max_positions: int
     experts: Experts | None = None
+    qk_norm: bool = True
+    qkv_bias: bool = False
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has experts instead of a dense MLP."""
@@ -93,13 +105,14 @@ class Geometry:
 
 
 def read_geometry(config: Any) -> Geometry:
-    """The geometry of a transformers Qwen3Config or Qwen3MoeConfig.
+    """The geometry of a transformers Qwen3Config, Qwen3MoeConfig or Qwen2MoeConfig.
 
     Raises:
         ConfigError: for another architecture, a quantised checkpoint, or a field whose value is not supported.
     """
-    if config.model_type not in ("qwen3", "qwen3_moe"):
-        raise ConfigError(f"model_type is {config.model_type!r}; megaflow decodes 'qwen3' and 'qwen3_moe' models")
+    if config.model_type not in MODEL_TYPES:
+        types = ", ".join(map(repr, MODEL_TYPES))
+        raise ConfigError(f"model_type is {config.model_type!r}; megaflow decodes {types}")
     if getattr(config, "quantization_config", None) is not None:
         method = dict(config.quantization_config).get("quant_method", "unknown")
         raise ConfigError(
@@ -107,13 +120,14 @@ def read_geometry(config: Any) -> Geometry:
             "use the bfloat16 checkpoint of the same model"
         )
     _require(config.hidden_act == "silu", "hidden_act", config.hidden_act, "'silu'")
-    _require(not config.attention_bias, "attention_bias", config.attention_bias, "False")
+    bias = getattr(config, "attention_bias", False)  # of qkv and o_proj; Qwen2-MoE has qkv_bias instead
+    _require(not bias, "attention_bias", bias, "False")
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     _require(layer_types == {"full_attention"}, "layer_types", sorted(layer_types), "only 'full_attention'")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads  # as transformers does
     _require(head_dim in HEAD_DIMS, "head_dim", head_dim, f"one of {HEAD_DIMS}")
-    experts = _read_experts(config) if config.model_type == "qwen3_moe" else None
+    experts = _read_experts(config) if config.model_type != "qwen3" else None
     dense = experts is None or len(experts.layers) < config.num_hidden_layers
     for field in ("hidden_size", *(["intermediate_size"] if dense else [])):
         _require_multiple_of_16(config, field)
@@ -135,11 +149,13 @@ def read_geometry(config: Any) -> Geometry:
         eps=config.rms_norm_eps,
         max_positions=config.max_position_embeddings,
         experts=experts,
+        qk_norm=config.model_type != "qwen2_moe",
+        qkv_bias=bool(getattr(config, "qkv_bias", False)),
     )
 
 
 def _read_experts(config: Any) -> Experts | None:
-    """The experts of a Qwen3MoeConfig, None if all its layers are dense. Raises ConfigError."""
+    """The experts of a Qwen3MoeConfig or Qwen2MoeConfig, None if all its layers are dense. Raises ConfigError."""
     _require(not config.use_sliding_window, "use_sliding_window", config.use_sliding_window, "False")
     count, per_token, step = config.num_experts, config.num_experts_per_tok, config.decoder_sparse_step
     _require(0 <= count <= MOST_EXPERTS, "num_experts", count, f"0 to {MOST_EXPERTS}")
@@ -153,7 +169,11 @@ def _read_experts(config: Any) -> Experts | None:
     most = min(MOST_SLOTS, count)
     _require(1 <= per_token <= most, "num_experts_per_tok", per_token, f"1 to {most}")
     _require_multiple_of_16(config, "moe_intermediate_size")
-    return Experts(count, per_token, config.moe_intermediate_size, bool(config.norm_topk_prob), layers)
+    shared_width = 0
+    if config.model_type == "qwen2_moe":
+        _require_multiple_of_16(config, "shared_expert_intermediate_size")
+        shared_width = config.shared_expert_intermediate_size
+    return Experts(count, per_token, config.moe_intermediate_size, bool(config.norm_topk_prob), layers, shared_width)
 
 
 def _require_multiple_of_16(config: Any, field: str) -> None:

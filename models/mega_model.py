@@ -58,11 +58,11 @@ class MegaModel:
         device: str | torch.device | None = None,
         progress: bool = True,
     ) -> "MegaModel":
-        """Load a Qwen3 checkpoint, dense or with experts.
+        """Load a Qwen3 checkpoint, dense or with experts, or a Qwen2-MoE checkpoint.
 
         Args:
-            source: a local checkpoint directory, a hub id, or a transformers Qwen3ForCausalLM or Qwen3MoeForCausalLM in
-                memory.
+            source: a local checkpoint directory, a hub id, or a transformers Qwen3ForCausalLM, Qwen3MoeForCausalLM or
+                Qwen2MoeForCausalLM in memory.
             schedule: "static", "dynamic", "hybrid", "unfused" or "auto", or a Schedule (megaflow.scheduler), which may
                 be one's own.
             max_batch_size: most sequences at once, 1 to 128.

@@ -32,6 +32,8 @@ def gated(gate_up: torch.Tensor) -> torch.Tensor:
 def mix_experts(experts: Experts, weights: Weights, layer: str, x: torch.Tensor) -> torch.Tensor:
     """The weighted sum of the outputs of each token's experts, float32 [n, hidden], one expert at a time.
 
+    A shared expert's output comes to it, with the sigmoid of the router's last logit.
+
     Args:
         layer: what the names of the layer's weights begin with.
         x: [n, hidden], in the dtype of the weights.
@@ -39,7 +41,7 @@ def mix_experts(experts: Experts, weights: Weights, layer: str, x: torch.Tensor)
     width, hidden = experts.width, x.shape[1]
     # the router is small and its choice is not to depend on how its logits are rounded
     logits = x.float() @ weights.matrices[layer + "router"].unpack().float().T
-    routing = TOPK.oracle({"logits": logits}, experts.per_token, experts.normalized)
+    routing = TOPK.oracle({"logits": logits}, experts.count, experts.per_token, experts.normalized)
     chosen, weight = routing["experts"].flatten(), routing["weights"].flatten()
     gate_up, down = weights.matrices[layer + "expert_gate_up"], weights.matrices[layer + "expert_down"]
     by_expert = chosen.argsort(stable=True)
@@ -52,6 +54,10 @@ def mix_experts(experts: Experts, weights: Weights, layer: str, x: torch.Tensor)
         middle = gated(functional.linear(x[token], expert_matrix(gate_up, expert, 2 * width))).to(x.dtype)
         y = functional.linear(middle, expert_matrix(down, expert, hidden))
         out.index_add_(0, token, y * weight[pairs, None])
+    if experts.shared_width:
+        gate_up, down = weights.matrices[layer + "shared_gate_up"], weights.matrices[layer + "shared_down"]
+        middle = gated(functional.linear(x, gate_up.unpack())).to(x.dtype)
+        out += logits[:, experts.count :].sigmoid() * functional.linear(middle, down.unpack())
     return out
 
 
@@ -95,10 +101,13 @@ def prefill(
     for layer in range(model.layers):
         name = f"layers.{layer}."
         qkv = linear(norm(h, name + "attn_norm"), name + "qkv").float()
+        if model.qkv_bias:
+            qkv += weights.vectors[name + "qkv_bias"]
         qkv = qkv.view(len(tokens), model.kv_heads, model.group + 2, model.head_dim)
-        q = norm(qkv[:, :, : model.group].flatten(1, 2), name + "q_norm")
-        k = norm(qkv[:, :, model.group], name + "k_norm")
-        q, k, v = rotate(q, cos, sin).to(dtype), rotate(k, cos, sin).to(dtype), qkv[:, :, -1].to(dtype)
+        q, k, v = qkv[:, :, : model.group].flatten(1, 2), qkv[:, :, model.group], qkv[:, :, -1]
+        if model.qk_norm:
+            q, k = norm(q, name + "q_norm"), norm(k, name + "k_norm")
+        q, k, v = rotate(q, cos, sin).to(dtype), rotate(k, cos, sin).to(dtype), v.to(dtype)
         attended = []
         rows = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
         for sequence, (q_s, k_s, v_s) in enumerate(rows):

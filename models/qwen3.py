@@ -1,4 +1,4 @@
-"""The Qwen3 model, dense or with experts, as a logical graph: one decode step of B sequences."""
+"""A Qwen3 model, dense or with experts, or a Qwen2-MoE model as a logical graph: one decode step of B sequences."""
 
 from megaflow.graph import BATCH, Graph, Symbol, Tensor
 from megaflow.models.experts import sparse_mlp
@@ -57,7 +57,9 @@ def decoder_layer(
     qkv = Tensor("qkv", (BATCH, model.qkv_rows), "float32")
     attended = Tensor("attended", (BATCH, model.attention_width))
 
-    linear(g, name("qkv"), stream, Tensor(name("qkv"), (model.qkv_rows, model.hidden)), {"out": qkv}, "store")
+    weight = Tensor(name("qkv"), (model.qkv_rows, model.hidden))
+    bias = Tensor(name("qkv_bias"), (model.qkv_rows,), "float32") if model.qkv_bias else None
+    linear(g, name("qkv"), stream, weight, {"out": qkv}, "store", bias)
     attention(g, model, name, qkv, attended, max_length)
     o_proj = Tensor(name("o_proj"), (model.hidden, model.attention_width))
     stream = residual(g, name("o_proj"), attended, o_proj, stream, norm_weight(name("mlp_norm"), model.hidden))
@@ -83,7 +85,8 @@ def attention(g: Graph, model: Geometry, name: Names, qkv: Tensor, out: Tensor, 
     inputs["block_table"] = Tensor("block_table", (BATCH, PAGES), "int32")
     inputs["arrived"] = Tensor("arrived", (BATCH, model.kv_heads, LINE), "int32")
     inputs |= {role: Tensor(name(role), ()) for role in ("k_cache", "v_cache")}
-    inputs |= {role: norm_weight(name(role), model.head_dim) for role in ("q_norm", "k_norm")}
+    if model.qk_norm:
+        inputs |= {role: norm_weight(name(role), model.head_dim) for role in ("q_norm", "k_norm")}
     g.add(
         name("attention"),
         "attention",

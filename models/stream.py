@@ -58,9 +58,19 @@ def workspace(name: str, weight: Tensor) -> dict[str, Tensor]:
     }
 
 
-def linear(g: Graph, name: str, stream: Stream, weight: Tensor, outputs: dict[str, Tensor], epilogue: str) -> None:
-    """outputs = epilogue(weight @ norm(h))."""
+def linear(
+    g: Graph,
+    name: str,
+    stream: Stream,
+    weight: Tensor,
+    outputs: dict[str, Tensor],
+    epilogue: str,
+    bias: Tensor | None = None,
+) -> None:
+    """outputs = epilogue(weight @ norm(h) + bias); only with the epilogue "store" there may be a bias."""
     inputs = {"x": stream.normed, "ssq": stream.ssq, "weight": weight, **workspace(name, weight)}
+    if bias is not None:
+        inputs["bias"] = bias
     g.add(name, "linear", inputs, outputs, epilogue=epilogue)
 
 

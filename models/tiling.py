@@ -46,6 +46,7 @@ def kernel_config(model: Geometry, batch: int, device: Device, dtype: str) -> Ke
         heads=heads,
         group=max(16, heads),
         kv_block=64,
+        qk_norm=model.qk_norm,
         eps=model.eps,
         dtype=dtype,
     )

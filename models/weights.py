@@ -102,7 +102,7 @@ def load_weights(
                 continue
             if name not in table:
                 raise CheckpointError(
-                    f"tensor {name} has no place in a Qwen3 model of this configuration; is it the right checkpoint?"
+                    f"tensor {name} has no place in a model of this configuration; is it the right checkpoint?"
                 )
             target = table[name]
             if tuple(tensor.shape) != target.shape:
@@ -110,12 +110,15 @@ def load_weights(
                     f"tensor {name} has shape {list(tensor.shape)}, but the configuration asks for "
                     f"{list(target.shape)}; config.json and the weights are not of the same model"
                 )
-            if target.rows is None:
-                vectors[target.name] = tensor.to(device, torch.float32, copy=True)
+            rows, height = target.first + target.rows, heights[target.name]
+            if len(target.shape) == 1:
+                if target.name not in vectors:
+                    vectors[target.name] = torch.zeros(height, dtype=torch.float32, device=device)
+                vectors[target.name][rows.to(device)] = tensor.to(device, torch.float32)
             else:
                 if target.name not in matrices:
-                    matrices[target.name] = PackedWeight.empty(heights[target.name], target.shape[-1], dtype, device)
-                matrices[target.name].write_rows(target.first + target.rows, tensor.flatten(0, -2))
+                    matrices[target.name] = PackedWeight.empty(height, target.shape[-1], dtype, device)
+                matrices[target.name].write_rows(rows, tensor.flatten(0, -2))
             missing.difference_update(target.instead_of or {name})
             bar.update(len(required) - len(missing) - bar.n)
     if missing:

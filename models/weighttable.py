@@ -1,7 +1,8 @@
-"""Which checkpoint tensor goes where: the names of a Qwen3 checkpoint and the rows of the packed weights.
+"""Which checkpoint tensor goes where: the names of a Qwen checkpoint and the rows of the packed weights.
 
 Rows are ordered for the tasks that read them: qkv by KV head (its query heads, its key, its value), gate and up rows
-alternating. The experts of a layer are one matrix, each expert's rows padded to whole blocks.
+alternating. The experts of a layer are one matrix, each expert's rows padded to whole blocks. The gate of a shared
+expert is the router's last row.
 """
 
 from dataclasses import dataclass, replace
@@ -14,41 +15,46 @@ from megaflow.tasks.packing import padded
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint tensor goes: a matrix into rows of a packed weight, or a vector.
+    """Where a checkpoint tensor goes: a matrix into rows of a packed weight, a vector into places of a vector.
 
     Attributes:
         name: of the packed weight or vector.
         shape: of the checkpoint tensor; matrices of several experts [experts, rows, columns] count as one.
-        rows: int64, where the matrix's rows go, counted from row `first`; None for a vector.
+        rows: int64, where the matrix's rows or the vector's elements go, counted from row `first`.
         instead_of: the checkpoint tensors that this one takes the place of.
     """
 
     name: str
     shape: tuple[int, ...]
-    rows: torch.Tensor | None
+    rows: torch.Tensor
     first: int = 0
     instead_of: frozenset[str] = frozenset()
 
     @property
     def end(self) -> int:
-        """The row of the packed weight behind the last one of this tensor; 0 for a vector."""
-        return 0 if self.rows is None else self.first + int(self.rows.max()) + 1
+        """The row of the packed weight, or place in the vector, behind the last one of this tensor."""
+        return self.first + int(self.rows.max()) + 1
+
+
+def vector(name: str, width: int) -> Target:
+    """A vector that is a checkpoint tensor as it is."""
+    return Target(name, (width,), torch.arange(width))
 
 
 def weight_table(model: Geometry) -> dict[str, Target]:
-    """Checkpoint name -> target, for all tensors of a Qwen3 checkpoint as published, each expert's by itself."""
+    """Checkpoint name -> target, for all tensors of a checkpoint as published, each expert's by itself."""
     hidden = model.hidden
     table = {
         "model.embed_tokens.weight": Target("embedding", (model.vocab, hidden), torch.arange(model.vocab)),
-        "model.norm.weight": Target("final_norm", (hidden,), None),
+        "model.norm.weight": vector("final_norm", hidden),
     }
     if not model.tied:
         table["lm_head.weight"] = Target("lm_head", (model.vocab, hidden), torch.arange(model.vocab))
-    attention, dense = attention_targets(model), dense_targets(model)
+    attention, dense = attention_targets(model), mlp_targets("mlp", "", model.intermediate, hidden)
     sparse = sparse_targets(model.experts, hidden) if model.experts else {}
     for i in range(model.layers):
         for part, target in (attention | (sparse if model.is_sparse(i) else dense)).items():
-            table[f"model.layers.{i}.{part}.weight"] = replace(target, name=f"layers.{i}.{target.name}")
+            table[f"model.layers.{i}.{part}"] = replace(target, name=f"layers.{i}.{target.name}")
     return table
 
 
@@ -64,40 +70,44 @@ def attention_targets(model: Geometry) -> dict[str, Target]:
     q_rows = head_rows(torch.arange(model.group))
     k_rows = head_rows(torch.tensor([model.group]))
     v_rows = head_rows(torch.tensor([model.group + 1]))
-    kv_shape = (model.kv_heads * model.head_dim, hidden)
-    return {
-        "input_layernorm": Target("attn_norm", (hidden,), None),
-        "self_attn.q_proj": Target("qkv", (model.attention_width, hidden), q_rows),
-        "self_attn.k_proj": Target("qkv", kv_shape, k_rows),
-        "self_attn.v_proj": Target("qkv", kv_shape, v_rows),
-        "self_attn.q_norm": Target("q_norm", (model.head_dim,), None),
-        "self_attn.k_norm": Target("k_norm", (model.head_dim,), None),
-        "self_attn.o_proj": Target("o_proj", (hidden, model.attention_width), torch.arange(hidden)),
-        "post_attention_layernorm": Target("mlp_norm", (hidden,), None),
+    targets = {
+        "input_layernorm.weight": vector("attn_norm", hidden),
+        "self_attn.o_proj.weight": Target("o_proj", (hidden, model.attention_width), torch.arange(hidden)),
+        "post_attention_layernorm.weight": vector("mlp_norm", hidden),
     }
+    for part, rows in (("q", q_rows), ("k", k_rows), ("v", v_rows)):
+        targets[f"self_attn.{part}_proj.weight"] = Target("qkv", (len(rows), hidden), rows)
+        if model.qkv_bias:
+            targets[f"self_attn.{part}_proj.bias"] = Target("qkv_bias", (len(rows),), rows)
+    if model.qk_norm:
+        targets |= {f"self_attn.{norm}.weight": vector(norm, model.head_dim) for norm in ("q_norm", "k_norm")}
+    return targets
 
 
-def dense_targets(model: Geometry) -> dict[str, Target]:
-    """Of one layer's dense MLP."""
-    hidden, middle = model.hidden, model.intermediate
+def mlp_targets(part: str, name: str, width: int, hidden: int) -> dict[str, Target]:
+    """Of an MLP for all tokens. `part` begins its names in the checkpoint, `name` those of its packed weights."""
+    gates = 2 * torch.arange(width)
     return {
-        "mlp.gate_proj": Target("gate_up", (middle, hidden), 2 * torch.arange(middle)),
-        "mlp.up_proj": Target("gate_up", (middle, hidden), 2 * torch.arange(middle) + 1),
-        "mlp.down_proj": Target("down", (hidden, middle), torch.arange(hidden)),
+        f"{part}.gate_proj.weight": Target(f"{name}gate_up", (width, hidden), gates),
+        f"{part}.up_proj.weight": Target(f"{name}gate_up", (width, hidden), gates + 1),
+        f"{part}.down_proj.weight": Target(f"{name}down", (hidden, width), torch.arange(hidden)),
     }
 
 
 def sparse_targets(experts: Experts, hidden: int) -> dict[str, Target]:
     """Of one layer's router and experts."""
-    width = experts.width
+    count, width = experts.count, experts.width
     gates, downs = torch.arange(width) * 2, torch.arange(hidden)
-    targets = {"mlp.gate": Target("router", (experts.count, hidden), torch.arange(experts.count))}
-    for expert in range(experts.count):
+    targets = {"mlp.gate.weight": Target("router", (count, hidden), torch.arange(count))}
+    if experts.shared_width:
+        targets["mlp.shared_expert_gate.weight"] = Target("router", (1, hidden), torch.arange(1), first=count)
+        targets |= mlp_targets("mlp.shared_expert", "shared_", experts.shared_width, hidden)
+    for expert in range(count):
         part = f"mlp.experts.{expert}."
         first, first_down = expert * padded(2 * width), expert * padded(hidden)
-        targets[part + "gate_proj"] = Target("expert_gate_up", (width, hidden), gates, first)
-        targets[part + "up_proj"] = Target("expert_gate_up", (width, hidden), gates, first + 1)
-        targets[part + "down_proj"] = Target("expert_down", (hidden, width), downs, first_down)
+        targets[part + "gate_proj.weight"] = Target("expert_gate_up", (width, hidden), gates, first)
+        targets[part + "up_proj.weight"] = Target("expert_gate_up", (width, hidden), gates, first + 1)
+        targets[part + "down_proj.weight"] = Target("expert_down", (hidden, width), downs, first_down)
     return targets
 
 

@@ -1,4 +1,4 @@
-"""Decode attention for one sequence and one KV head: QK-norm, RoPE, paged append, split-KV, combine.
+"""Decode attention for one sequence and one KV head: QK-norm (if any), RoPE, paged append, split-KV, combine.
 
 The KV positions are cut into splits that different workers take; the split that holds the newest position takes
 its key and value from qkv and appends them to the cache. Each split leaves an unnormalised sum and its softmax
@@ -27,15 +27,27 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @jit
-def norm_rope(x, pair, weight, pair_weight, cos, sin, o_d, CONFIG: tl.constexpr):
-    """RMSNorm and rotary embedding (rotate-half convention) of vectors [n, head_dim], without rounding.
+def norm_weight(row, field: tl.constexpr, o_d, CONFIG: tl.constexpr):
+    """Elements o_d [n] of the weight of QK-norm, [1, n]; 1 in a model without it."""
+    if CONFIG.qk_norm:
+        return tl.load(pointer(row, field, tl.float32) + o_d)[None, :]
+    else:
+        return 1.0
 
-    `pair` has the elements half a vector away; `o_d` [n, head_dim] their places. Weights, cos and sin are
-    [1, head_dim], those of the position.
+
+@jit
+def norm_rope(x, pair, weight, pair_weight, cos, sin, o_d, CONFIG: tl.constexpr):
+    """RMSNorm, if the model has it, and rotary embedding (rotate-half convention) of vectors [n, head_dim].
+
+    Without rounding. `pair` has the elements half a vector away; `o_d` [n, head_dim] their places. Weights, cos and sin
+    are [1, head_dim], those of the position.
     """
     D: tl.constexpr = CONFIG.head_dim
-    scale = tl.rsqrt(tl.sum(x * x, 1) / D + CONFIG.eps)[:, None]
-    return x * scale * weight * cos + tl.where(o_d < D // 2, -pair, pair) * scale * pair_weight * sin
+    if CONFIG.qk_norm:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + CONFIG.eps)[:, None]
+        x = x * scale * weight
+        pair = pair * scale * pair_weight
+    return x * cos + tl.where(o_d < D // 2, -pair, pair) * sin
 
 
 @jit
@@ -128,10 +140,10 @@ def attention_body(row, c_sequence, c_head, c_split, step, inputs, CONFIG: tl.co
     o_pair = (o_d + D // 2) % D
     cos = tl.load(pointer(row, COS, tl.float32) + position * D + o_d)[None, :]
     sin = tl.load(pointer(row, SIN, tl.float32) + position * D + o_d)[None, :]
-    q_weight = tl.load(pointer(row, Q_NORM, tl.float32) + o_d)[None, :]
-    q_pair_weight = tl.load(pointer(row, Q_NORM, tl.float32) + o_pair)[None, :]
-    k_weight = tl.load(pointer(row, K_NORM, tl.float32) + o_d)[None, :]
-    k_pair_weight = tl.load(pointer(row, K_NORM, tl.float32) + o_pair)[None, :]
+    q_weight = norm_weight(row, Q_NORM, o_d, CONFIG)
+    q_pair_weight = norm_weight(row, Q_NORM, o_pair, CONFIG)
+    k_weight = norm_weight(row, K_NORM, o_d, CONFIG)
+    k_pair_weight = norm_weight(row, K_NORM, o_pair, CONFIG)
     new_slot = slots(table, position, position >= 0, page_shift, kv_heads, c_head, CONFIG)
     o_s = start + tl.arange(0, S)
     m_s = o_s < stop
@@ -204,6 +216,7 @@ def split_count(batch: int, kv_heads: int, max_length: int, kv_block: int, worke
 
 def tile(op: Operator, tiling: Tiling) -> TiledOperator:
     config = tiling.config
+    assert config.qk_norm == ("q_norm" in op.inputs) == ("k_norm" in op.inputs)
     kv_heads, group = op.attrs["kv_heads"], op.attrs["group"]
     max_length = op.attrs["max_length"]
     splits = split_count(tiling.batch, kv_heads, max_length, config.kv_block, tiling.workers)
@@ -235,9 +248,9 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
 
 def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     at = by_role(op, buffers)
-    pointers = ("qkv", "q_norm", "k_norm", "cos", "sin", "positions", "k_cache", "v_cache", "block_table", "out",
-                "arrived")  # fmt: skip
-    page_size = at("k_cache").shape[2]
+    pointers = ("qkv", "cos", "sin", "positions", "k_cache", "v_cache", "block_table", "out", "arrived")
+    norms = [role for role in ("q_norm", "k_norm") if role in op.inputs]
+    page_size, head_dim = at("k_cache").shape[2:]
     # the workspace has no dimension for sequences: their share of it depends on the number of splits
     units = tiled.part.start * op.attrs["kv_heads"] * tiled.param("splits") if tiled.part else 0
     group = tiled.param("group_tile")
@@ -249,9 +262,9 @@ def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
         "kv_heads": op.attrs["kv_heads"],
         "group": op.attrs["group"],
         "splits": tiled.param("splits"),
-        "partial": at("partial")[units * group * at("q_norm").shape[0] :].data_ptr(),
+        "partial": at("partial")[units * group * head_dim :].data_ptr(),
         "statistics": at("statistics")[units * group * 2 :].data_ptr(),
-        **{role: at(role).data_ptr() for role in pointers},
+        **{role: at(role).data_ptr() for role in (*pointers, *norms)},
     }
 
 

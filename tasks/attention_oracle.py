@@ -10,10 +10,11 @@ from megaflow.kinds import Tile
 
 
 def norm_rope(
-    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
+    x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """RMSNorm and rotary embedding (rotate-half convention) of vectors [..., D]."""
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+    """RMSNorm, if there is a weight for it, and rotary embedding (rotate-half convention) of vectors [..., D]."""
+    if weight is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
     left, right = x.chunk(2, -1)
     return x * cos + torch.cat((-right, left), -1) * sin
 
@@ -56,8 +57,8 @@ def oracle(inputs: dict[str, torch.Tensor], kv_heads: int, group: int, eps: floa
     """The operator in torch for sequences whose earlier keys and values are given as dense lists.
 
     Args:
-        inputs: qkv [B, kv_heads * (group + 2) * D]; q_norm, k_norm [D]; cos, sin [B, D] of each position;
-            keys, values: lists of B tensors [kv_heads, length, D].
+        inputs: qkv [B, kv_heads * (group + 2) * D]; q_norm, k_norm [D], left out in a model without QK-norm; cos, sin
+            [B, D] of each position; keys, values: lists of B tensors [kv_heads, length, D].
     Returns:
         out [B, kv_heads * group * D]; new_key, new_value [B, kv_heads, D].
     """
@@ -73,11 +74,12 @@ def oracle(inputs: dict[str, torch.Tensor], kv_heads: int, group: int, eps: floa
 def prepare(
     inputs: dict[str, torch.Tensor], kv_heads: int, group: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries [B, kv_heads, group, D], keys and values [B, kv_heads, D] of the new position, normalised and rotated."""
+    """Queries [B, kv_heads, group, D], keys and values [B, kv_heads, D] of the new position, normalised if need be and
+    rotated."""
     qkv = inputs["qkv"].view(len(inputs["qkv"]), kv_heads, group + 2, -1)
     cos, sin = inputs["cos"][:, None, None], inputs["sin"][:, None, None]
-    q = norm_rope(qkv[:, :, :group], inputs["q_norm"], cos, sin, eps)
-    return q, norm_rope(qkv[:, :, group:-1], inputs["k_norm"], cos, sin, eps)[:, :, 0], qkv[:, :, -1]
+    q = norm_rope(qkv[:, :, :group], inputs.get("q_norm"), cos, sin, eps)
+    return q, norm_rope(qkv[:, :, group:-1], inputs.get("k_norm"), cos, sin, eps)[:, :, 0], qkv[:, :, -1]
 
 
 def run_tile(tile: Tile) -> None:
@@ -90,7 +92,8 @@ def run_tile(tile: Tile) -> None:
     active = math.ceil(length / chunk)
     if split >= active:
         return
-    inputs = {"qkv": tile.read("qkv"), "q_norm": tile.buffer("q_norm"), "k_norm": tile.buffer("k_norm")}
+    inputs = {"qkv": tile.read("qkv")}
+    inputs |= {role: tile.buffer(role) for role in ("q_norm", "k_norm") if role in tile.op.inputs}
     inputs |= {role: tile.buffer(role)[position : position + 1] for role in ("cos", "sin")}
     q, key, value = prepare(inputs, 1, tile.op.attrs["group"], tile.config.eps)
 

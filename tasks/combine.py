@@ -1,7 +1,8 @@
 """Adding up the outputs of a token's experts, into the residual stream.
 
-h_out = h + the sum of weight * expert_out over the token's experts, in order; and what the next RMSNorm needs of it,
-just as a linear layer leaves it (megaflow.tasks.linear).
+h_out = h + the sum of weight * expert_out over the token's experts, in order, + sigmoid(gate) * shared_out if there is
+an expert that all tokens share; and what the next RMSNorm needs of it, just as a linear layer leaves it
+(megaflow.tasks.linear). The logit `gate` is the last of the router's.
 """
 
 import torch
@@ -25,8 +26,10 @@ from megaflow.tasks.product import (
     residual_row,
 )
 
-FIELDS = (*PRODUCT_FIELDS, *RESIDUAL_FIELDS, "weights", "weights_stride", "slots")
-WEIGHTS, WEIGHTS_STRIDE, SLOTS = map(tl.constexpr, range(len(FIELDS) - 3, len(FIELDS)))
+FIELDS = (*PRODUCT_FIELDS, *RESIDUAL_FIELDS, "weights", "weights_stride", "slots",
+          "shared_out", "shared_stride", "gate", "gate_stride")  # fmt: skip
+(WEIGHTS, WEIGHTS_STRIDE, SLOTS,
+ SHARED_OUT, SHARED_STRIDE, GATE, GATE_STRIDE) = map(tl.constexpr, range(len(FIELDS) - 7, len(FIELDS)))  # fmt: skip
 
 TILE_COLUMNS = 128
 TILE_TOKENS = 4
@@ -51,6 +54,16 @@ def weighted_sum(row, o_n, o_t, mask, slots):
 
 
 @jit
+def gated_shared(row, o_n, o_t, mask):
+    """float32 [rows, tokens]: sigmoid(gate) * shared_out; zero where there is no shared expert."""
+    present = tl.load(row + SHARED_OUT) != 0
+    p_gate = pointer(row, GATE, tl.float32) + o_t * number(row, GATE_STRIDE)
+    p_shared = pointer(row, SHARED_OUT, tl.float32) + (o_t * number(row, SHARED_STRIDE))[None, :] + o_n[:, None]
+    gate = tl.load(p_gate, mask=present & (o_t < number(row, BATCH)), other=0.0)
+    return tl.sigmoid(gate)[None, :] * tl.load(p_shared, mask=present & mask, other=0.0)
+
+
+@jit
 def combine_body(row, c_column, c_token, c_unused, step, inputs, CONFIG: tl.constexpr):
     o_n = c_column * COLUMNS + tl.arange(0, COLUMNS)
     o_t = c_token * TOKENS + tl.arange(0, TOKENS)
@@ -58,7 +71,8 @@ def combine_body(row, c_column, c_token, c_unused, step, inputs, CONFIG: tl.cons
     mask = (o_n < number(row, ROWS))[:, None] & m_t[None, :]
     slots = number(row, SLOTS)
     await_inputs(inputs)
-    ssq = add_residual(row, weighted_sum(row, o_n, o_t, mask, slots), o_n, o_t, mask, CONFIG)
+    y = weighted_sum(row, o_n, o_t, mask, slots) + gated_shared(row, o_n, o_t, mask)
+    ssq = add_residual(row, y, o_n, o_t, mask, CONFIG)
     tl.store(pointer(row, SSQ_OUT, tl.float32) + o_t * number(row, SSQ_OUT_STRIDE) + c_column, ssq, mask=m_t)
 
 
@@ -79,21 +93,44 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
     # for the order of tasks the rows of expert_out are places in the list of active experts, as for its writer
     places = tiling.shape(op, "active")[0]
     expert_out = Access(op.tensor("expert_out").name, (places, width), (Span.whole(places), across))
+    reads = [expert_out, access("weights", Span.whole(slots)), access("h", across)]
+    summed = slots  # outputs of experts, for each token
+    if "shared_out" in op.inputs:
+        summed += 1
+        reads += [access("shared_out", across), access("gate", gate_span(op))]
     return TiledOperator(
         op.name,
         op.kind,
         grid=(combine_parts(width), -(-batch // TILE_TOKENS)),
-        reads=(expert_out, access("weights", Span.whole(slots)), access("h", across)),
+        reads=tuple(reads),
         writes=(access("h_out", across), access("out", across), access("ssq_out", Span.tiles(0, 1))),
-        tile_bytes=TILE_COLUMNS * min(TILE_TOKENS, batch) * (slots + 1) * 4,
+        tile_bytes=TILE_COLUMNS * min(TILE_TOKENS, batch) * (summed + 1) * 4,
         params=(("batch", batch),),
-        tile_flops=2 * TILE_COLUMNS * min(TILE_TOKENS, batch) * slots,
+        tile_flops=2 * TILE_COLUMNS * min(TILE_TOKENS, batch) * summed,
     )
+
+
+def gate_span(op: Operator) -> Span:
+    """Where the shared expert's logit lies among the router's."""
+    return Span(None, 1, offset=op.tensor("gate").width - 1)
+
+
+def shared_row(op: Operator, buffers: Buffers) -> dict[str, int]:
+    """The fields of a shared expert; none where there is no such."""
+    if "shared_out" not in op.inputs:
+        return {}
+    at = by_role(op, buffers)
+    return {
+        "shared_out": at("shared_out").data_ptr(),
+        "shared_stride": at("shared_out").stride(0),
+        "gate": at("gate")[:, gate_span(op).offset :].data_ptr(),
+        "gate_stride": at("gate").stride(0),
+    }
 
 
 def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     at = by_role(op, buffers)
-    return residual_row(op, buffers) | {
+    return residual_row(op, buffers) | shared_row(op, buffers) | {
         "x": at("expert_out").data_ptr(),
         "x_stride": at("expert_out").stride(0),
         "rows": op.tensor("h").width,
@@ -106,17 +143,27 @@ def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     }
 
 
+def shared_part(inputs: dict[str, torch.Tensor]) -> torch.Tensor | float:
+    """What a shared expert adds, [B, hidden]; 0 where there is none."""
+    return inputs["gate"][:, -1:].sigmoid() * inputs["shared_out"] if "shared_out" in inputs else 0.0
+
+
 def oracle(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The operator in torch, in the dtype of its inputs; expert_out is [B * K, hidden], its rows are pairs."""
+    """The operator in torch, in the dtype of its inputs.
+
+    Args:
+        inputs: expert_out [B * K, hidden], its rows are pairs; weights [B, K]; h [B, hidden]; gamma [hidden]; with a
+            shared expert shared_out [B, hidden] and gate [B, n], of which the last column counts.
+    """
     weights = inputs["weights"]
     y = inputs["expert_out"].unflatten(0, weights.shape)
-    h = inputs["h"] + (weights[:, :, None] * y).sum(1)
+    h = inputs["h"] + (weights[:, :, None] * y).sum(1) + shared_part(inputs)
     return {"h_out": h, "out": h * inputs["gamma"], "ssq_out": h.square().sum(1, keepdim=True)}
 
 
 def run_tile(tile: Tile) -> None:
     """A tile is some columns for some tokens."""
-    inputs = {role: tile.read(role) for role in ("weights", "h")}
+    inputs = {role: tile.read(role) for role in ("weights", "h", "shared_out", "gate") if role in tile.op.inputs}
     (tokens, slots), columns = inputs["weights"].shape, inputs["h"].shape[1]
     pair = tile.at[1] * TILE_TOKENS * slots
     column = tile.at[0] * TILE_COLUMNS

@@ -103,6 +103,7 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
         writes.append(access("partials"))
     token_tiles = -(-tiling.sequences // config.tokens)
     element_bytes = config.element.primitive_bitwidth // 8
+    assert "bias" not in op.inputs or op.attrs["epilogue"] == "store"
     columns_of_split = min(span * BLOCK, columns)
     return TiledOperator(
         op.name,
@@ -124,6 +125,8 @@ def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     values = product_row(op, tiled, buffers) | {"batch": tiled.param("batch"), "span": tiled.param("span")}
     if op.attrs["epilogue"] == "residual":
         values |= residual_row(op, buffers)
+    if "bias" in op.inputs:
+        values["bias"] = at("bias").data_ptr()
     if op.attrs["epilogue"] == "logits":
         values |= {
             "best_value": at("best_value").data_ptr(),

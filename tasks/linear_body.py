@@ -3,8 +3,9 @@
 Before the product: the input may be an RMSNorm whose weight the producer has multiplied in already; what is left is the
 scale 1 / rms of each token, which commutes with the product. Producers hand over partial sums of squares, one per tile,
 so no consumer goes over the input again.
-After it: the epilogue, one of STORE (qkv), RESIDUAL (add to the residual stream, prepare the next RMSNorm), SILU (gate
-and up rows alternate; y = silu(gate) * up) and LOGITS (store, and the best of the tile for argmax).
+After it: the epilogue, one of STORE (qkv; with a bias if there is one), RESIDUAL (add to the residual stream, prepare
+the next RMSNorm), SILU (gate and up rows alternate; y = silu(gate) * up) and LOGITS (store, and the best of the tile
+for argmax).
 """
 
 from megaflow.backend import jit, tl
@@ -40,11 +41,11 @@ from megaflow.tasks.product import (
     sub_tile,
 )
 
-FIELDS = (*PRODUCT_FIELDS, *RESIDUAL_FIELDS, "best_value", "best_index", "best_stride",
+FIELDS = (*PRODUCT_FIELDS, *RESIDUAL_FIELDS, "best_value", "best_index", "best_stride", "bias",
           "span", "partials", "partials_stride", "arrivals", "arrivals_stride")  # fmt: skip
-(BEST_VALUE, BEST_INDEX, BEST_STRIDE,
+(BEST_VALUE, BEST_INDEX, BEST_STRIDE, BIAS,
  SPAN, PARTIALS, PARTIALS_STRIDE, ARRIVALS, ARRIVALS_STRIDE) = map(
-    tl.constexpr, range(len(FIELDS) - 8, len(FIELDS))
+    tl.constexpr, range(len(FIELDS) - 9, len(FIELDS))
 )  # fmt: skip
 
 
@@ -103,6 +104,7 @@ def one_token(row, c_row, c_token, inputs, CONFIG: tl.constexpr):
             elif epilogue == RESIDUAL:
                 ssq += add_residual(row, y, o_n, o_t, mask, CONFIG)
             else:
+                y += bias_of(row, o_n, rows)
                 store_product(row, y, o_n, o_t, mask)
                 if epilogue == LOGITS:
                     tile_best, tile_row = best_of(y, o_n, mask)
@@ -156,6 +158,7 @@ def several_tokens(row, c_row, c_token, c_split, inputs, CONFIG: tl.constexpr):
             ssq = add_residual(row, y, o_n, o_t, mask, CONFIG)
             tl.store(pointer(row, SSQ_OUT, tl.float32) + o_t * number(row, SSQ_OUT_STRIDE) + c_row, ssq, mask=m_t)
         else:
+            y += bias_of(row, o_n, rows)
             store_product(row, y, o_n, o_t, mask)
             if epilogue == LOGITS:
                 best, best_row = best_of(y, o_n, mask)
@@ -182,6 +185,13 @@ def add_splits(row, y, c_row, c_split, splits, o_t, m_t):
         for split in range(1, splits):
             y += tl.load(partial + split * R, mask=m_t[None, :], other=0.0)
     return y, last
+
+
+@jit
+def bias_of(row, o_n, rows):
+    """float32 [rows of the sub-tile, 1]; zero if the operator has no bias."""
+    mask = (tl.load(row + BIAS) != 0) & (o_n < rows)
+    return tl.load(pointer(row, BIAS, tl.float32) + o_n, mask=mask, other=0.0)[:, None]
 
 
 @jit

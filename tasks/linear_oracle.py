@@ -18,6 +18,8 @@ def finish(
     """What comes after the product y = x W^T [tokens, rows], whose sum runs over so many columns."""
     if "ssq" in inputs:
         y = y * torch.rsqrt(inputs["ssq"].sum(1, keepdim=True) / columns + eps)
+    if "bias" in inputs:
+        y = y + inputs["bias"]
     if epilogue == "silu":
         gate, up = y.unflatten(1, (-1, 2)).unbind(2)
         return {"out": torch.nn.functional.silu(gate) * up}
@@ -49,6 +51,8 @@ def run_tile(tile: Tile) -> None:
             return
         y = added[:, : last - first]
     inputs = {"ssq": tile.read("ssq")} if "ssq" in tile.op.inputs else {}
+    if "bias" in tile.op.inputs:
+        inputs["bias"] = tile.buffer("bias")[first:last]
     if tile.op.attrs["epilogue"] == "residual":
         inputs |= {"h": tile.read("h"), "gamma": tile.buffer("gamma")[first:last]}
     outputs = finish(y, inputs, columns, tile.op.attrs["epilogue"], tile.config.eps)

@@ -12,7 +12,8 @@ from megaflow.device import await_inputs
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, KernelConfig, TaskKind, Tile, Tiling
 from megaflow.regions import Access, Span, TiledOperator
-from megaflow.tasks import linear_oracle
+from megaflow.tasks import combine, linear_oracle
+from megaflow.tasks.combine import SLOTS, WEIGHTS, gate_span, gated_shared, shared_row
 from megaflow.tasks.common import LINE, by_role, number, pointer, whole_access
 from megaflow.tasks.linear import rows_per_task
 from megaflow.tasks.packing import PackedWeight, padded
@@ -21,8 +22,6 @@ from megaflow.tasks.product import (
     K_BLOCKS,
     NORM_WIDTH,
     PARTS,
-    PRODUCT_FIELDS,
-    RESIDUAL_FIELDS,
     ROWS,
     RUN,
     SILU,
@@ -43,8 +42,8 @@ from megaflow.tasks.product import (
     sub_tile,
 )
 
-FIELDS = (*PRODUCT_FIELDS, *RESIDUAL_FIELDS, "experts", "weights", "slots", "sums", "sums_stride", "arrivals")
-EXPERTS, WEIGHTS, SLOTS, SUMS, SUMS_STRIDE, ARRIVALS = map(tl.constexpr, range(len(FIELDS) - 6, len(FIELDS)))
+FIELDS = (*combine.FIELDS, "experts", "sums", "sums_stride", "arrivals")
+EXPERTS, SUMS, SUMS_STRIDE, ARRIVALS = map(tl.constexpr, range(len(FIELDS) - 4, len(FIELDS)))
 
 COLUMNS = tl.constexpr(128)  # of the residual stream that are added up at a time, one for each thread
 LOADED = tl.constexpr(8)  # slots that are loaded at once
@@ -110,7 +109,7 @@ def add_slots(row, c_row, first, end, slots, CONFIG: tl.constexpr):
         for slot in range(0, slots, LOADED):
             for i in tl.static_range(LOADED):
                 y += tl.load(p_sums + (slot + i) * number(row, SUMS_STRIDE), mask=mask & (slot + i < slots), other=0.0)
-        ssq += add_residual(row, y, o_n, o_t, mask, CONFIG)
+        ssq += add_residual(row, y + gated_shared(row, o_n, o_t, mask), o_n, o_t, mask, CONFIG)
     tl.store(pointer(row, SSQ_OUT, tl.float32) + o_t + c_row, ssq)
 
 
@@ -145,6 +144,8 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
         writes = [access("out", (Span.tiles(0, 1), Span.tiles(1, height // 2)))]
     else:
         reads += [access("x", (Span.tiles(0, 1), Span.whole(columns))), access("h", (one, across))]
+        if "shared_out" in op.inputs:
+            reads += [access("shared_out", (one, across)), access("gate", (one, gate_span(op)))]
         writes = [access("sums", (Span.tiles(0, 1), across)), access("ssq_out", (one, Span.tiles(1, 1)))]
         writes += [access(role, (one, across)) for role in ("h_out", "out")]
     element_bytes = config.element.primitive_bitwidth // 8
@@ -167,7 +168,8 @@ def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
         "weights": at("weights").data_ptr(),
     }
     if "h" in op.inputs:
-        values |= residual_row(op, buffers) | {
+        values |= residual_row(op, buffers) | shared_row(op, buffers) | {
+            "batch": 1,
             "slots": op.tensor("experts").width,
             "sums": at("sums").data_ptr(),
             "sums_stride": at("sums").stride(0),
@@ -181,7 +183,7 @@ def oracle(inputs: dict[str, torch.Tensor], epilogue: str, eps: float) -> dict[s
 
     Args:
         inputs: weight [E, rows, columns]; experts and weights [1, K]. SILU: x [1, columns] and ssq. RESIDUAL: x
-            [K, columns], h and gamma.
+            [K, columns], h and gamma; with a shared expert shared_out and gate, as in megaflow.tasks.combine.
     Returns:
         SILU: out [K, rows / 2]. RESIDUAL: sums [K, rows], h_out and out [1, rows], ssq_out [1, 1].
     """
@@ -190,7 +192,8 @@ def oracle(inputs: dict[str, torch.Tensor], epilogue: str, eps: float) -> dict[s
         given = {"x": inputs["x"], "ssq": inputs["ssq"], "weight": chosen.flatten(0, 1)}
         return {"out": linear_oracle.oracle(given, epilogue, eps)["out"].view(len(chosen), -1) * inputs["weights"].T}
     sums = torch.einsum("srk,sk->sr", chosen, inputs["x"])
-    return {"sums": sums} | linear_oracle.finish(sums.sum(0, keepdim=True), inputs, sums.shape[1], "residual", eps)
+    total = sums.sum(0, keepdim=True) + combine.shared_part(inputs)
+    return {"sums": sums} | linear_oracle.finish(total, inputs, sums.shape[1], "residual", eps)
 
 
 def run_tile(tile: Tile) -> None:
@@ -215,7 +218,9 @@ def run_tile(tile: Tile) -> None:
     tile.put("arrivals", counter, arrived % slots)
     if arrived == slots:
         total = tile.buffer("sums")[:slots, first:last].sum(0, keepdim=True)
-        inputs = {"h": tile.read("h"), "gamma": tile.buffer("gamma")[first:last]}
+        inputs = {role: tile.read(role) for role in ("h", "shared_out", "gate") if role in tile.op.inputs}
+        total += combine.shared_part(inputs)
+        inputs["gamma"] = tile.buffer("gamma")[first:last]
         for role, values in linear_oracle.finish(total, inputs, columns, epilogue, eps).items():
             tile.write(role, values)
 

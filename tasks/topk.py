@@ -1,6 +1,7 @@
-"""Choosing the experts of one token: softmax over the router's logits, the K largest, their weights.
+"""Choosing the experts of one token: softmax over the router's logits of experts, the K largest, their weights.
 
-`experts` and `weights` have a place for each slot, `slot_of` one for each expert: what `group` needs.
+What follows the logits of the `count` experts is not looked at. `experts` and `weights` have a place for each slot,
+`slot_of` one for each expert: what `group` needs.
 """
 
 import torch
@@ -56,7 +57,7 @@ def topk_body(row, c_token, c_unused1, c_unused2, step, inputs, CONFIG: tl.const
 
 
 def tile(op: Operator, tiling: Tiling) -> TiledOperator:
-    count, slots = tiling.shape(op, "logits")[1], tiling.shape(op, "experts")[1]
+    count, slots = op.attrs["count"], tiling.shape(op, "experts")[1]
     if not slots <= count <= MOST_EXPERTS or slots > MOST_SLOTS:
         raise PlanError(
             f"operator {op.name}: {slots} of {count} experts; a token may have up to {MOST_SLOTS} of up to "
@@ -77,7 +78,7 @@ def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     values = {
         "logits": at("logits").data_ptr(),
         "logits_stride": at("logits").stride(0),
-        "count": op.tensor("logits").width,
+        "count": op.attrs["count"],
         "slots": op.tensor("experts").width,
         "normalised": int(op.attrs["norm_topk_prob"]),
         "experts": at("experts").data_ptr(),
@@ -90,24 +91,26 @@ def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     return values
 
 
-def oracle(inputs: dict[str, torch.Tensor], slots: int, norm_topk_prob: bool) -> dict[str, torch.Tensor]:
-    """The operator in torch, in the dtype of the logits [B, E].
+def oracle(inputs: dict[str, torch.Tensor], count: int, slots: int, norm_topk_prob: bool) -> dict[str, torch.Tensor]:
+    """The operator in torch, in the dtype of the logits [B, n], of which the first `count` are experts'.
 
     Returns:
-        experts and weights [B, slots], the best first; slot_of [B, E]: the slot in which each expert is, or NO_SLOT.
+        experts and weights [B, slots], the best first; slot_of [B, count]: the slot that an expert has, or NO_SLOT.
     """
-    experts = inputs["logits"].sort(dim=1, descending=True, stable=True).indices[:, :slots]
-    weights = inputs["logits"].softmax(1).gather(1, experts)
+    logits = inputs["logits"][:, :count]
+    experts = logits.sort(dim=1, descending=True, stable=True).indices[:, :slots]
+    weights = logits.softmax(1).gather(1, experts)
     if norm_topk_prob:
         weights = weights / weights.sum(1, keepdim=True)
-    slot_of = torch.full_like(inputs["logits"], NO_SLOT, dtype=torch.int64)
+    slot_of = torch.full_like(logits, NO_SLOT, dtype=torch.int64)
     slot_of.scatter_(1, experts, torch.arange(slots, device=experts.device).expand_as(experts))
     return {"experts": experts, "weights": weights, "slot_of": slot_of}
 
 
 def run_tile(tile: Tile) -> None:
     slots = tile.op.tensor("experts").width
-    outputs = oracle({"logits": tile.read("logits")}, slots, tile.op.attrs["norm_topk_prob"])
+    attrs = tile.op.attrs
+    outputs = oracle({"logits": tile.read("logits")}, attrs["count"], slots, attrs["norm_topk_prob"])
     for role in tile.op.outputs:
         tile.write(role, outputs[role])
 

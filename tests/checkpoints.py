@@ -1,13 +1,22 @@
-"""Small random Qwen3 models for tests, dense ones and ones with experts."""
+"""Small random models for tests: dense ones, ones with experts, ones with a shared expert too."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-Qwen3 = Qwen3ForCausalLM | Qwen3MoeForCausalLM
-T = TypeVar("T", Qwen3ForCausalLM, Qwen3MoeForCausalLM)
+from megaflow import MegaModel
+
+T = TypeVar("T", bound=PreTrainedModel)
 
 FIELDS = {
     "vocab_size": 293,
@@ -32,6 +41,8 @@ EXPERT_FIELDS = {  # with less of everything else, since experts have many tasks
     "num_key_value_heads": 1,
     "vocab_size": 120,
 }
+PROMPT_LENGTHS = (9, 1, 17, 4, 3, *range(1, 12))
+SCHEDULES = ("static", "dynamic", "hybrid")
 
 
 def small_config(**changes: Any) -> Qwen3Config:
@@ -44,6 +55,11 @@ def small_moe_config(**changes: Any) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(**(FIELDS | EXPERT_FIELDS | changes))
 
 
+def small_shared_config(**changes: Any) -> Qwen2MoeConfig:
+    """The same with an expert that all tokens share."""
+    return Qwen2MoeConfig(**(FIELDS | EXPERT_FIELDS | {"shared_expert_intermediate_size": 112} | changes))
+
+
 def small_model(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     """A float32 model with random weights; norm weights are away from 1, so that a forgotten one shows."""
     return random_weights(seed, lambda: Qwen3ForCausalLM(small_config(**changes)))
@@ -52,6 +68,11 @@ def small_model(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
 def small_moe_model(seed: int = 0, **changes: Any) -> Qwen3MoeForCausalLM:
     """A model with experts, likewise."""
     return random_weights(seed, lambda: Qwen3MoeForCausalLM(small_moe_config(**changes)))
+
+
+def small_shared_model(seed: int = 0, **changes: Any) -> Qwen2MoeForCausalLM:
+    """A model with a shared expert, likewise."""
+    return random_weights(seed, lambda: Qwen2MoeForCausalLM(small_shared_config(**changes)))
 
 
 def random_weights(seed: int, make: Callable[[], T]) -> T:
@@ -65,9 +86,19 @@ def random_weights(seed: int, make: Callable[[], T]) -> T:
     return model
 
 
-def reference_tokens(model: Qwen3, prompt: torch.Tensor, new: int, **options: Any) -> torch.Tensor:
+def reference_tokens(model: PreTrainedModel, prompt: torch.Tensor, new: int, **options: Any) -> torch.Tensor:
     """transformers' greedy continuation of one prompt [length], int64 [length + new]."""
     with torch.no_grad():
         return model.generate(
             prompt[None], attention_mask=torch.ones_like(prompt[None]), max_new_tokens=new, do_sample=False, **options
         )[0]
+
+
+def check_tokens(hf: PreTrainedModel, batch: int, new: int = 2) -> None:
+    """Greedy tokens in all schedules are transformers'."""
+    prompts = [torch.randint(0, hf.config.vocab_size, (n,)) for n in PROMPT_LENGTHS[:batch]]
+    wanted = [reference_tokens(hf, p, new)[len(p) :].tolist() for p in prompts]
+    model = MegaModel.from_hf(hf, max_batch_size=batch, max_seq_len=32, page_size=16, progress=False)
+    for schedule in SCHEDULES:
+        model.set_schedule(schedule)
+        assert model.generate(prompts, new)[:, -new:].tolist() == wanted, schedule

@@ -48,7 +48,8 @@ class SparseLayers:
             add = {"h": self.h(i), "gamma": Tensor("gamma", (self.hidden,), "float32"), "active": lists["active"]}
             g.add(f"layers.{i}.router", "linear", {**x, "weight": router}, {"out": logits}, epilogue="store")
             g.add(f"layers.{i}.topk", "topk", {"logits": logits},
-                  {"experts": experts, "weights": weights, "slot_of": slot_of}, norm_topk_prob=True)  # fmt: skip
+                  {"experts": experts, "weights": weights, "slot_of": slot_of},
+                  count=self.experts, norm_topk_prob=True)  # fmt: skip
             g.add(f"layers.{i}.group", "group", {"slot_of": slot_of}, lists, slots=self.slots)
             g.add(f"layers.{i}.gate_up", "expert_linear", {**x, "weight": gate_up, **lists}, {"out": middle},
                   epilogue="silu")  # fmt: skip

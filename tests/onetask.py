@@ -19,7 +19,7 @@ def config(tokens: int, **changes: Any) -> KernelConfig:
     """Small tiles, so that small operators have several."""
     fields = {"tokens": tokens, "rows": 16 if tokens == 1 else 64, "k_blocks": 2, "stages": 1, "prefetch": 1,
               "experts": 128, "expert_tokens": tokens, "head_dim": 64, "heads": 8, "group": 16, "kv_block": 16,
-              "eps": EPS, "dtype": "float32" if interpreted() else "bfloat16"}  # fmt: skip
+              "qk_norm": True, "eps": EPS, "dtype": "float32" if interpreted() else "bfloat16"}  # fmt: skip
     return KernelConfig(**(fields | changes))
 
 

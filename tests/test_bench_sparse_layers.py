@@ -110,7 +110,7 @@ def test_a_layer_is_one_graph_for_all_layers(monkeypatch: pytest.MonkeyPatch, la
 @pytest.mark.parametrize("schedule", ["static", "dynamic", "hybrid"])
 def test_sparse_layers_of_the_published_size_are_ordered_right(schedule: str) -> None:
     geometry = read_geometry(common.qwen3_config("Qwen3-30B-A3B", num_hidden_layers=3, vocab_size=128))
-    graph, h = sparse_engines.sparse_graph(geometry)
+    graph, h = sparse_engines.sparse_graph(geometry, 8)
     assert h.name == "h_attended"  # three layers, each of which writes the other one of two
     make_plan(graph, tiling(geometry, 8, H200, "bfloat16"), find_schedule(schedule), H200.workers).verify()
 

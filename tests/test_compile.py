@@ -23,9 +23,11 @@ models = {
     "narrow heads": Geometry(1, 4096, 12288, 32, 8, 64, 151936, False, 1e-6, 4096),
     "wide heads": Geometry(1, 4096, 12288, 32, 8, 128, 151936, False, 1e-6, 4096),
     "experts": Geometry(2, 2048, 6144, 32, 4, 128, 151936, False, 1e-6, 4096, Experts(128, 8, 768, True, (1,))),
+    "experts, no QK-norm": Geometry(2, 2048, 5632, 16, 16, 128, 151936, False, 1e-6, 4096,
+                                    Experts(60, 4, 1408, False, (1,), 5632), qk_norm=False, qkv_bias=True),
 }
 for name, model in models.items():
-    for tokens in token_tiles(model):
+    for tokens in token_tiles(model) if model.qk_norm else token_tiles(model)[-1:]:  # the largest has the least room
         kinds = kinds_of(qwen3_graph(model, 4096, tokens))
         capability, shared_memory = map(int, sys.argv[1:])
         config = kernel_config(model, tokens, dataclasses.replace(H200, shared_memory=shared_memory), "bfloat16")
@@ -63,10 +65,10 @@ def compiled_by(program: str, *arguments: object) -> list[dict[str, int]]:
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_no_register_spills_and_two_workers_fit_the_shared_memory_of_an_sm(capability):
     compiled = compiled_by(PROGRAM, capability, SHARED_MEMORY[capability] + 1024)
-    assert len(compiled) == 9
+    assert len(compiled) == 10
     for resources in compiled:
         # with the experts' kinds a few numbers that live across tasks are put away, once in each task
-        assert resources["stack"] <= (24 if resources["model"] == "experts" else 0), resources
+        assert resources["stack"] <= (24 if resources["model"].startswith("experts") else 0), resources
         assert resources["registers"] <= 255, resources
         assert WORKERS_PER_SM * (resources["shared"] + 1024) <= SHARED_MEMORY[capability], resources
 

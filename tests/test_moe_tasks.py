@@ -96,16 +96,17 @@ def wide(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 @by_routing
 def test_topk_equals_its_oracle(routing, how, normalised):
     batch, tokens, experts, slots = routing
-    logits = torch.randn(batch, experts)
-    logits[:, 1] = logits[:, -1] = logits.max()  # ties
-    inputs = {"logits": Tensor("logits", (batch, experts), "float32")}
+    logits = torch.randn(batch, experts + 1)
+    logits[:, 1] = logits[:, -2] = logits.max()  # ties
+    logits[:, -1] = logits.max() + 1  # no expert's
+    inputs = {"logits": Tensor("logits", (batch, experts + 1), "float32")}
     outputs = {"experts": Tensor("experts", (batch, slots), "int32"),
                "weights": Tensor("weights", (batch, slots), "float32"),
                "slot_of": Tensor("slot_of", (batch, experts), "int32")}  # fmt: skip
     buffers = {"logits": wide(logits, torch.float32), "experts": poisoned(batch, slots, dtype=torch.int32),
                "weights": poisoned(batch, slots), "slot_of": poisoned(batch, experts, dtype=torch.int32)}  # fmt: skip
-    run("topk", inputs, outputs, buffers, config(tokens), batch, how, norm_topk_prob=normalised)
-    wanted = TOPK.oracle({"logits": logits.double()}, slots, normalised)
+    run("topk", inputs, outputs, buffers, config(tokens), batch, how, count=experts, norm_topk_prob=normalised)
+    wanted = TOPK.oracle({"logits": logits.double()}, experts, slots, normalised)
     for role in ("experts", "slot_of"):
         assert buffers[role].tolist() == wanted[role].tolist()
     assert relative_error(buffers["weights"], wanted["weights"]) < 1e-5
@@ -119,7 +120,7 @@ def choose(logits: torch.Tensor, slots: int) -> torch.Tensor:
     buffers = {"logits": on_device(logits), "experts": poisoned(shape[0], slots, dtype=torch.int32),
                "weights": poisoned(shape[0], slots)}  # fmt: skip
     inputs = {"logits": Tensor("logits", shape, "float32")}
-    run("topk", inputs, outputs, buffers, config(1), shape[0], "static", norm_topk_prob=True)
+    run("topk", inputs, outputs, buffers, config(1), shape[0], "static", count=shape[1], norm_topk_prob=True)
     return buffers["experts"].cpu()
 
 
@@ -220,13 +221,16 @@ def test_expert_linear_equals_its_oracle_and_reads_active_experts_only(routing, 
 
 
 @by_how
+@pytest.mark.parametrize("shared", [False, True], ids=["routed", "shared"])
 @by_routing
-def test_combine_equals_its_oracle(routing, how):
+def test_combine_equals_its_oracle(routing, shared, how):
     batch, tokens, experts, slots = routing
     width, kernel = 208, config(tokens)
     tiles = combine_parts(width)
     values = {"expert_out": torch.randn(batch * slots, width).double(), "weights": torch.rand(batch, slots).double(),
               "h": torch.randn(batch, width).double(), "gamma": torch.rand(width).double() + 0.5}  # fmt: skip
+    if shared:
+        values |= {"shared_out": torch.randn(batch, width).double(), "gate": torch.randn(batch, experts + 1).double()}
     inputs = {role: Tensor(role, tuple(tensor.shape), "float32") for role, tensor in values.items()}
     inputs["active"] = Tensor("active", (min(experts, batch * slots),), "int32")
     outputs = {"h_out": Tensor("h2", (batch, width), "float32"), "out": Tensor("out", (batch, width)),
@@ -245,4 +249,4 @@ def test_too_many_experts_are_refused_with_the_limit():
     inputs = {"logits": Tensor("logits", (1, 513), "float32")}
     outputs = {"experts": Tensor("experts", (1, 4), "int32"), "weights": Tensor("weights", (1, 4), "float32")}
     with pytest.raises(PlanError, match=r"4 of 513 experts; .* up to 16 of up to 512"):
-        run("topk", inputs, outputs, {}, config(1), 1, "torch", norm_topk_prob=True)
+        run("topk", inputs, outputs, {}, config(1), 1, "torch", count=513, norm_topk_prob=True)

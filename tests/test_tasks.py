@@ -24,7 +24,9 @@ def widened(x: torch.Tensor) -> torch.Tensor:
     return on_device(torch.nn.functional.pad(x, (0, padded(x.shape[1]) - x.shape[1])), model_dtype())
 
 
-def run_linear(epilogue: str, shape: tuple[int, int, int, int], schedule: str) -> tuple[dict, dict]:
+def run_linear(
+    epilogue: str, shape: tuple[int, int, int, int], schedule: str, with_bias: bool = False
+) -> tuple[dict, dict]:
     """The outputs of the kernel and of the oracle, by role."""
     batch, tokens, rows, columns = shape
     kernel = config(tokens)
@@ -48,6 +50,10 @@ def run_linear(epilogue: str, shape: tuple[int, int, int, int], schedule: str) -
         values["ssq"] = torch.rand(batch, 7).double() + 0.1
         inputs["ssq"] = Tensor("ssq", (batch, 7), "float32")
         buffers["ssq"] = on_device(values["ssq"], torch.float32)
+    if with_bias:
+        values["bias"] = torch.randn(rows).double()
+        inputs["bias"] = Tensor("bias", (rows,), "float32")
+        buffers["bias"] = on_device(values["bias"], torch.float32)
     if epilogue == "logits":
         outputs |= {"best_value": Tensor("value", (batch, tiles), "float32")}
         outputs |= {"best_index": Tensor("index", (batch, tiles), "int32")}
@@ -70,6 +76,12 @@ def test_linear_equals_its_oracle(epilogue, shape, schedule):
         chosen = got["best_index"].gather(1, best).long()
         assert torch.equal(chosen, got["out"].argmax(1, keepdim=True))
         assert torch.equal(got["best_value"].gather(1, best), got["out"].gather(1, chosen))
+
+
+@pytest.mark.parametrize("shape", LINEAR_SHAPES, ids=lambda s: "B{}-T{}-rows{}-columns{}".format(*s))
+def test_a_bias_is_added_to_what_is_stored(shape):
+    got, wanted = run_linear("store", shape, "static", with_bias=True)
+    assert relative_error(got["out"], wanted["out"]) < tolerance()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -97,16 +109,16 @@ def test_embedding_equals_its_oracle(width, schedule):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("group", [1, 2, 5])
+@pytest.mark.parametrize(("group", "qk_norm"), [(1, True), (2, True), (2, False), (5, True)])
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_attention_equals_its_oracle_over_scattered_pages_and_any_number_of_splits(
-    head_dim, page_size, group, schedule
+    head_dim, page_size, group, qk_norm, schedule
 ):
     lengths, kv_heads, max_length = [1, 16, 17, 70], 2, 128  # earlier positions plus the new one: 1 to 5 KV blocks
     batch, pages_each = len(lengths), max_length // page_size
     width = kv_heads * (group + 2) * head_dim
-    norms = {name: torch.rand(head_dim).double() + 0.5 for name in ("q_norm", "k_norm")}
+    norms = {name: torch.rand(head_dim).double() + 0.5 for name in ("q_norm", "k_norm") if qk_norm}
     angle = torch.rand(max_length, head_dim // 2).double().repeat(1, 2)
     qkv = torch.randn(batch, width).double()
     keys = [activations(kv_heads * (n - 1), head_dim).view(kv_heads, n - 1, head_dim) for n in lengths]
@@ -118,7 +130,7 @@ def test_attention_equals_its_oracle_over_scattered_pages_and_any_number_of_spli
             for p in range(part.shape[1]):
                 cache[name][table[b, p // page_size], :, p % page_size] = on_device(part[:, p], model_dtype())
     positions = torch.tensor(lengths) - 1
-    kernel = config(1, head_dim=head_dim)
+    kernel = config(1, head_dim=head_dim, qk_norm=qk_norm)
     units = batch * kv_heads * 32
     buffers = {
         **{name: on_device(norm, torch.float32) for name, norm in norms.items()},
