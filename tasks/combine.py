@@ -77,9 +77,8 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
     def access(role: str, column: Span) -> Access:
         return Access(op.tensor(role).name, tiling.shape(op, role), (Span.tiles(1, config.tokens), column))
 
-    # for the order of tasks the rows of expert_out are places in the list of active experts, as for its writer
-    places = tiling.shape(op, "active")[0]
-    expert_out = Access(op.tensor("expert_out").name, (places, width), (Span.whole(places), across))
+    pairs = Span.tiles(1, config.tokens * slots)
+    expert_out = Access(op.tensor("expert_out").name, (batch * slots, width), (pairs, across))
     return TiledOperator(
         op.name,
         op.kind,
