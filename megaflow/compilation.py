@@ -28,12 +28,13 @@ class Resources:
 
 
 def compile_kernel(
-    bodies: Sequence[Any], config: KernelConfig, capability: int, *, traced: bool = False
+    bodies: Sequence[Any], config: KernelConfig, capability: int, *, traced: bool = False, creates_tasks: bool = False
 ) -> tuple[Resources, str]:
     """Compile for compute capability 8.0 (80), 9.0 (90) or 10.0 (100); no GPU is needed.
 
     Args:
         traced: whether to compile the kernel that writes down when its tasks ran.
+        creates_tasks: whether to compile the kernel for plans that create tasks at run time.
     Returns:
         What the kernel needs, and its PTX.
     Raises:
@@ -47,6 +48,8 @@ def compile_kernel(
     constants = {"ROW": ROW_WIDTH, "BODIES": tuple(bodies), "CONFIG": config, "FINGERPRINT": fingerprint(bodies)}
     if not traced:
         constants["stamps"] = None
+    if not creates_tasks:
+        constants["bounds"] = None
     signature = {name: "constexpr" if name in constants else types.get(name, "*i32") for name in names}
     source = triton.compiler.ASTSource(
         fn=megakernel,

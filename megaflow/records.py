@@ -19,6 +19,7 @@ FIELDS = ("operator", "kind", "c0", "c1", "c2", "wait0", "need0", "wait1", "need
 (OPERATOR, KIND, C0, C1, C2, WAIT0, NEED0, WAIT1, NEED1, NOTIFY0, NOTIFY1,
  TASK, SPREAD, CLASSES, STRIDE0, STRIDE1) = map(tl.constexpr, range(len(FIELDS)))  # fmt: skip
 PLAIN = -1
+UNBOUNDED, OF_GROUP = -1, -2  # sorts of events: plan.Plan.bounds
 MOST_ITEM_CLASSES = 128  # a task counts its items in the threads' registers
 DRAIN = -1
 NOTHING = -2  # a task whose body is left out; it waits all the same, since later waits may have been dropped for it

@@ -13,6 +13,7 @@ from megaflow.errors import BackendError, DeadlockError
 from megaflow.kernel import fingerprint, megakernel
 from megaflow.kinds import ROW_WIDTH, KernelConfig
 from megaflow.plan import Plan
+from megaflow.records import OF_GROUP
 from megaflow.stamps import STAMP_WIDTH
 
 WARPS = 4
@@ -67,6 +68,7 @@ class LoadedPlan:
             put(plan.triggers_of), put(plan.triggers), put(plan.wait_count), self._arrivals, put(plan.initial),
             self._queues, self._tickets, control,
         )  # fmt: skip
+        self._bounds = put(plan.bounds) if plan.creates_tasks else None
         self.reset()
 
     def reset(self) -> None:
@@ -100,6 +102,7 @@ class LoadedPlan:
                 megakernel[(plan.workers,)](
                     *self._arrays,
                     stamps,
+                    self._bounds,
                     plan.graph.tasks,
                     len(plan.initial),
                     plan.graph.final_event,
@@ -177,7 +180,11 @@ class LoadedPlan:
         need = plan.event_need.astype(np.int64)
         final = plan.graph.final_event
         step = epoch + (int(counters[final]) - epoch * int(need[final])) // int(need[final]) + 1
-        incomplete = counters < need * step
+        wanted = need * step
+        if plan.creates_tasks:  # an event of a group counts from 0; nobody waits for that of a group that is not there
+            of_group = plan.bounds[:, 0] == OF_GROUP
+            wanted[of_group] = np.where(counters > 0, need, 0)[of_group]
+        incomplete = counters < wanted
         stuck = (incomplete[plan.graph.waits] & (plan.graph.waits >= 0)).any(1)
         if not stuck.any():
             return "no event is incomplete; the launch was abandoned"
@@ -186,7 +193,7 @@ class LoadedPlan:
         event = next(int(e) for e in plan.graph.waits[task] if e >= 0 and incomplete[e])
         return (
             f"first in line is {plan.graph.task_name(task)}, which waits for event {plan.event_name(event)}: "
-            f"seen {counters[event]}, needed {need[event] * step}; the launch was abandoned"
+            f"seen {counters[event]}, needed {wanted[event]}; the launch was abandoned"
         )
 
 
