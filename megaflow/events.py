@@ -119,15 +119,11 @@ class Edge:
     def covers(self) -> bool:
         """Whether every producer tile is waited for by some consumer tile."""
         selecting = [
-            a.consumer_axis
-            for a in self.axes
-            if a.consumer_axis is not None and (a.count > 1 or NONE in a.consumer)
+            a.consumer_axis for a in self.axes if a.consumer_axis is not None and (a.count > 1 or NONE in a.consumer)
         ]
         if len(set(selecting)) < len(selecting):  # one consumer axis selects two classes: not all pairs occur
             return False
-        return all(
-            NONE not in a.producer and len(np.setdiff1d(a.producer, a.consumer)) == 0 for a in self.axes
-        )
+        return all(NONE not in a.producer and len(np.setdiff1d(a.producer, a.consumer)) == 0 for a in self.axes)
 
     def notified(self, coordinates: np.ndarray) -> np.ndarray:
         """Event index that each producer tile (int [tiles, 3]) notifies, NONE for none; by item, for class 0."""
@@ -177,9 +173,7 @@ def edge_axes(
         producer_routing, consumer_routing: where the operator's tiles are created at run time.
     """
     sides = (producer_routing, consumer_routing)
-    found = [
-        c for a, b in conflicts if (c := _access_classes(a, producer_grid, b, consumer_grid, *sides)) is not None
-    ]
+    found = [c for a, b in conflicts if (c := _access_classes(a, producer_grid, b, consumer_grid, *sides)) is not None]
     if not found:
         return None
     axes = []
@@ -228,9 +222,7 @@ def _access_classes(
     return tuple(axes)
 
 
-def _item_classes(
-    p: Span, c: Span, consumer_grid: tuple[int, ...], extent: int, routing: Routing
-) -> AxisClasses:
+def _item_classes(p: Span, c: Span, consumer_grid: tuple[int, ...], extent: int, routing: Routing) -> AxisClasses:
     """The finest classes of items that a tile finds by a division; all items, where those of the consumers are others."""
     if p.routing is None or c.routing is not None:
         return AxisClasses.all_items(routing)

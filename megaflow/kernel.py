@@ -183,7 +183,9 @@ def megakernel(
     capacity = n_tasks + tl.num_programs(0)
     task = -1
     step = 0
-    dynamic = n_queues > 0
+    dynamic: tl.constexpr = True  # only such plans have bounds
+    if bounds is None:
+        dynamic = n_queues > 0
     if dynamic:
         task, step = pop(queues, n_queues, capacity, n_tasks, control, timeout_ns)
     else:
@@ -192,8 +194,9 @@ def megakernel(
     while task >= 0:
         epoch = tl.load(control + EPOCH) + 1 + step
         drained = -1
-        if tl.load(records + task * RECORD + KIND) == DRAIN_KIND:
-            drained = drain(tickets, records + task * RECORD, epoch)
+        if bounds is None:
+            if tl.load(records + task * RECORD + KIND) == DRAIN_KIND:
+                drained = drain(tickets, records + task * RECORD, epoch)
         record = records + tl.where(drained >= 0, drained, task) * RECORD
         kind = tl.load(record + KIND)
         row = table + tl.load(record + OPERATOR) * ROW

@@ -239,7 +239,5 @@ def overlap(
             continue
         p_start, p_stop = p.bounds(producer_grid, extent)
         c_start, c_stop = c.bounds(consumer_grid, extent)
-        meets.append(
-            np.maximum(p_start[:, None], c_start[None]) < np.minimum(p_stop[:, None], c_stop[None])
-        )
+        meets.append(np.maximum(p_start[:, None], c_start[None]) < np.minimum(p_stop[:, None], c_stop[None]))
     return meets

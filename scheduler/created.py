@@ -1,11 +1,14 @@
 """Tasks that are created at run time, on the host: what their events do with a step's partition, as in the kernel."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, chain
+from math import ceil
 
 import numpy as np
 
 from megaflow.plan import Plan
 from megaflow.records import OF_GROUP, PLAIN, UNBOUNDED
+from megaflow.regions import TiledOperator
 
 ReadTensor = Callable[[str], Sequence[int]]  # the present values of an int32 tensor, by its name
 
@@ -13,6 +16,20 @@ ReadTensor = Callable[[str], Sequence[int]]  # the present values of an int32 te
 def no_tensors(name: str) -> Sequence[int]:
     """For plans that create no tasks at run time."""
     raise KeyError(f"there is no tensor {name}; give the values of partitions")
+
+
+def even_partitions(operators: Sequence[TiledOperator]) -> dict[str, list[int]]:
+    """The tensors of partitions into as many groups as are likely, with the items dealt out to them in turns."""
+    tensors = {}
+    for op in operators:
+        if op.routing is not None:
+            most = min(op.routing.groups, op.routing.number)
+            groups = most if op.expected is None else min(most, max(1, ceil(op.expected)))
+            members = [range(group, op.routing.number, groups) for group in range(groups)]
+            tensors[op.routing.count] = [groups]
+            tensors[op.routing.indptr] = [0, *accumulate(map(len, members))]
+            tensors[op.routing.items] = list(chain(*members))
+    return tensors
 
 
 class CreatedTasks:
