@@ -69,13 +69,17 @@ def greedy(model: Qwen3ForCausalLM, prompts: list[torch.Tensor]) -> torch.Tensor
     new = []
     for prompt in prompts:
         ids = prompt[None].to(model.device)
-        sequence = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
+        sequence = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
+        )
         new.append(sequence[0, len(prompt) :])
     return torch.stack(new)
 
 
 @torch.no_grad()
-def logit_error(mega: MegaModel, exact: Qwen3ForCausalLM, prompts: list[torch.Tensor], tokens: torch.Tensor) -> float:
+def logit_error(
+    mega: MegaModel, exact: Qwen3ForCausalLM, prompts: list[torch.Tensor], tokens: torch.Tensor
+) -> float:
     """Largest error, relative in norm, of the logits after the prompts and after LOGIT_STEPS more tokens."""
     logits = [mega.prefill(prompts)] + [mega.decode(tokens[:, step]) for step in range(LOGIT_STEPS)]
     worst = 0.0
@@ -99,7 +103,9 @@ def run(directory: Path) -> bool:
     transformers.utils.logging.disable_progress_bar()
     print(f"transformers {transformers.__version__}, torch {torch.__version__}")
     write_checkpoint(directory)
-    mega = MegaModel.from_hf(directory, max_batch_size=len(PROMPT_LENGTHS), max_seq_len=MAX_SEQ_LEN, progress=False)
+    mega = MegaModel.from_hf(
+        directory, max_batch_size=len(PROMPT_LENGTHS), max_seq_len=MAX_SEQ_LEN, progress=False
+    )
     on_cpu = mega.device.type == "cpu"
     dtype = torch.float32 if on_cpu else torch.bfloat16
     where = "Triton's interpreter on the CPU" if on_cpu else torch.cuda.get_device_name(mega.device)

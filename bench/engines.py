@@ -59,7 +59,9 @@ class Megaflow:
         return {}
 
 
-def greedy_step(model: Qwen3, cache: StaticCache, tokens: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+def greedy_step(
+    model: Qwen3, cache: StaticCache, tokens: torch.Tensor, position: torch.Tensor
+) -> torch.Tensor:
     """Append tokens [B, 1] at position [1, 1] and choose the next ones, [B, 1]; prompts [B, T] likewise."""
     logits = model(
         input_ids=tokens, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1

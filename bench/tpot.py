@@ -210,7 +210,9 @@ def measure_model(name: str, setting: Setting, bandwidth: float) -> ModelReport:
     source = random_model(name)
     positions = setting.prompt + setting.new + SPARE
     packing_s, mega = seconds(
-        lambda: MegaModel.from_hf(source, max_batch_size=max(setting.batches), max_seq_len=positions, progress=False)
+        lambda: MegaModel.from_hf(
+            source, max_batch_size=max(setting.batches), max_seq_len=positions, progress=False
+        )
     )
     engines: dict[str, Callable[[], Engine]] = {
         f"megaflow {schedule}": partial(Megaflow, mega, schedule) for schedule in setting.schedules

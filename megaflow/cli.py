@@ -71,7 +71,9 @@ def generate(
         page_size=page_size,
         progress=sys.stderr.isatty(),
     )
-    sequences = mega.generate(ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    sequences = mega.generate(
+        ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    )
     ends, _ = end_tokens(mega.generation_config)
     longest = max(len(prompt) for prompt in ids)
     for number, sequence in enumerate(sequences[:, longest:].tolist(), 1):

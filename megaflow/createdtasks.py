@@ -1,7 +1,7 @@
 """What a plan does with tasks that are created at run time: is it the same for each group of any partition?
 
-A dynamic plan releases such tasks up to the partition's count of groups, or group by group, and counts notifies by item.
-Here that is checked field by field; megaflow.itemtiles builds on it.
+A dynamic plan releases such tasks up to the partition's count of groups, or group by group, and counts notifies by
+item. Here that is checked field by field; megaflow.itemtiles builds on it.
 """
 
 from dataclasses import dataclass
@@ -147,7 +147,7 @@ def check_bounds(plan: Plan) -> None:
         tasks = plan.triggers[begin + others : end].reshape(routing.groups, each)
         if (
             not created[begin + others : end].all()
-            or (graph.coordinates[tasks, 0].T != np.arange(routing.groups)).any()
+            or (np.arange(routing.groups) != graph.coordinates[tasks, 0].T).any()
         ):
             raise VerificationError(f"{name} does not release its tasks group by group")
         operators = graph.operator[tasks]
@@ -171,7 +171,7 @@ def check_item_counts(plan: Plan, found: list[Created]) -> None:
         assert routing is not None
         sizes = np.minimum(c.spread, routing.number - c.spread * np.arange(c.classes))
         events = every_class(c)
-        if events.size and not (NONE <= events.min() and events.max() < len(count)):
+        if events.size and (events.min() < NONE or events.max() >= len(count)):
             raise VerificationError(f"{graph.operators[c.operator].name} notifies by item what is no event")
         times = np.broadcast_to(sizes[:, None, None], events.shape)
         np.add.at(count, events[events != NONE], times[events != NONE])

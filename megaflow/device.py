@@ -154,7 +154,9 @@ def notify(events, event):
     if INTERPRETED:
         tl.atomic_add(events + event * 32, 1)
     else:
-        tl.inline_asm_elementwise(_ADD, "=r,l,r", [events + event * 32, 1], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(
+            _ADD, "=r,l,r", [events + event * 32, 1], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @jit

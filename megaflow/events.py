@@ -32,8 +32,8 @@ class AxisClasses:
         consumer_axis: the consumer axis that selects the class; None if all consumer tiles need the same.
         consumer: int [consumer coordinates on that axis, or 1], NONE where nothing is needed.
         count: number of classes.
-        spread: where the classes are of the items of the producer's routing (`producer` is then int [items]): each class
-            has so many items, side by side, the last one what is left; 0 where they are of coordinates.
+        spread: where the classes are of the items of the producer's routing (`producer` is then int [items]), so many
+            items side by side are a class, the last one has what is left; 0 where they are of coordinates.
     """
 
     producer: np.ndarray
@@ -223,7 +223,7 @@ def _access_classes(
 
 
 def _item_classes(p: Span, c: Span, consumer_grid: tuple[int, ...], extent: int, routing: Routing) -> AxisClasses:
-    """The finest classes of items that a tile finds by a division; all items, where those of the consumers are others."""
+    """The finest classes of items, if a tile finds them by a division; else one of all items."""
     if p.routing is None or c.routing is not None:
         return AxisClasses.all_items(routing)
     item = np.arange(routing.number)

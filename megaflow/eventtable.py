@@ -80,7 +80,7 @@ class EventTable:
         return rows
 
     def _items(self, producer: int) -> int:
-        """Items of an operator's routing whose tasks are created at run time; for others the length of the first axis."""
+        """Of an operator whose tasks are created at run time, the items; of others the length of the first axis."""
         routing = self._created[producer]
         return self._operators[producer].grid[0] if routing is None else routing.number
 

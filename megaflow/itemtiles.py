@@ -1,11 +1,11 @@
 """A plan that creates tasks at run time, as an ordinary plan that is right only if that one is, for any partition.
 
-Whatever the partition is, each item is in one group. Tile (k, r) of the ordinary plan stands for tile r of the groups in
-which the items of class k are: item by item, it runs when the tile of the item's group does, touches the item, and
-notifies the events of the item's class. An event of a group becomes one for each class. That it is complete says, to
-a task of the group, that the tasks of its own item's group have ended; to tasks after an event by item, that those of
-all the class's items have. So tiles of one class may know too little about each other's groups, which is why there are
-two classes at least: what holds between tiles of one class by mistake does not hold between those of two.
+Whatever the partition is, each item is in one group. Tile (k, r) of the ordinary plan stands for tile r of the groups
+in which the items of class k are: item by item, it runs when the tile of the item's group does, touches the item, and
+notifies the events of the item's class. An event of a group becomes one for each class. That it is complete says, to a
+tile of that routing, that the tasks of its own item's group have ended; to tasks after an event by item, that those of
+all items of the class have. The first says less, where items of a class are in different groups. It is never taken for
+the second: a conflict that is not item by item is one between tiles of different classes, too, and there are two.
 """
 
 from dataclasses import replace
@@ -112,7 +112,7 @@ def by_items(plan: Plan) -> Plan:
 
 
 def class_widths(plan: Plan, found: list[Created]) -> dict[int, int]:
-    """Items in a class, by operator: as many as all operators of a routing can have, and so that there are two classes."""
+    """Items in a class, by operator: the same for all with a routing, and so that there are two classes."""
     widths: dict[Routing, int] = {}
     routing_of = {}
     for c in found:

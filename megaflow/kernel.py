@@ -194,7 +194,7 @@ def megakernel(
     while task >= 0:
         epoch = tl.load(control + EPOCH) + 1 + step
         drained = -1
-        if bounds is None:
+        if bounds is None:  # noqa: SIM102  joined by "and" it would not be left out of the kernel
             if tl.load(records + task * RECORD + KIND) == DRAIN_KIND:
                 drained = drain(tickets, records + task * RECORD, epoch)
         record = records + tl.where(drained >= 0, drained, task) * RECORD
@@ -248,8 +248,8 @@ def megakernel(
                         times = tl.where(by_item, times, 1)
                         if times > 0:
                             signal(event + number * stride, times, step, steps, final_event, events, event_need,
-                                   triggers_of, triggers, wait_count, arrivals, epoch, n_tasks, queues, n_queues, capacity,
-                                   control, bounds, table, ROW)  # fmt: skip
+                                   triggers_of, triggers, wait_count, arrivals, epoch, n_tasks, queues, n_queues,
+                                   capacity, control, bounds, table, ROW)  # fmt: skip
             task, step = pop(queues, n_queues, capacity, n_tasks, control, timeout_ns)
         else:
             if notify0 >= 0:

@@ -160,7 +160,7 @@ class TaskKind:
         body: Triton function (row, c0, c1, c2, step, inputs, CONFIG): computes the tile at grid point
             (c0, c1, c2); it calls device.await_inputs(inputs) once, before it reads other tasks' results.
         tile: cuts an operator into tiles.
-        fields: names of the fields of the operator's row, in order; at most ROW_WIDTH, with a routing ROUTING_FIELDS less.
+        fields: names of the fields of the operator's row, in order; at most ROW_WIDTH, without those of a routing.
         row: the value of each field: pointers, sizes, strides in elements.
         oracle: the same operator in torch: maps input tensors by role and attrs to output tensors by role.
         run_tile: computes one tile in torch, by means of the oracle; it does all that the body does to the buffers.

@@ -4,9 +4,9 @@ An order from operator p to operator c says, axis by axis of p's grid, which coo
 run after; the tiles of p that it runs after are the product of these sets. Orders compose along chains of edges.
 All statements are one-sided: what is claimed holds, but not all that holds is claimed.
 
-Of an operator whose tiles are created at run time a consumer may know items instead of groups: it comes after the tiles
-of the groups that these items are in. Which groups those are is not known, so only all items stand for all groups. Tiles
-that are never created are in any order.
+Of an operator whose tiles are created at run time a consumer may know items instead of groups: it comes after the
+tiles of the groups that these items are in. Which groups those are is not known, so only all items stand for all
+groups. Tiles that are never created are in any order.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from megaflow.events import NONE, Edge
 @dataclass(frozen=True)
 class AxisOrder:
     """For one producer axis: bool [consumer coordinates, producer coordinates], and the axis of the consumer
-    that the first index runs over (None: one row, the same for all consumer tiles). With `by_item` the second index runs
-    over the items of the producer's routing."""
+    that the first index runs over (None: one row, the same for all consumer tiles). With `by_item` the second index
+    runs over the items of the producer's routing."""
 
     axis: int | None
     after: np.ndarray

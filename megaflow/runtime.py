@@ -119,7 +119,8 @@ class LoadedPlan:
             if "cooperative" not in str(error):
                 raise
             raise BackendError(
-                f"{plan.workers} workers of {WARPS} warps are not resident on this device at once; use fewer workers"
+                f"{plan.workers} workers of {WARPS} warps are not resident on this device at once; "
+                "use fewer workers"
             ) from error
 
     def timed_launch(self, steps: int) -> float:

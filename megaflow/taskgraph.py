@@ -36,8 +36,8 @@ class TaskGraph:
         waits: int32 [N, MAX_WAITS], event numbers or NONE.
         notifies: int32 [N, MAX_NOTIFIES], event numbers or NONE.
         final_event: complete when everything in the step is.
-        created: bool [operators], whose tasks are created at run time; released_at_once: bool [operators], which of them
-            one event releases for all groups there are (the others one of their own group).
+        created: bool [operators], whose tasks are created at run time.
+        released_at_once: bool [operators], which of those one event releases for all groups, not each group's own.
         by_item: int32 [operators, 4], the fields spread, classes, stride0 and stride1 of the operator's records.
     """
 
@@ -95,8 +95,8 @@ def list_writers(operators: Sequence[TiledOperator]) -> list[tuple[int, ...]]:
 def program_conflicts(operators: Sequence[TiledOperator]) -> list[dict[int, list[tuple[Access, Access]]]]:
     """For each operator, the accesses of earlier operators that it must come after, by earlier operator.
 
-    A write that covers what an earlier access touches hides it: what came before is ordered through the write. Where both
-    accesses have a routing it is of the same partition.
+    A write that covers what an earlier access touches hides it: what came before is ordered through the write. Where
+    both accesses of a pair have a routing, it is of the same partition.
     """
     writers = list_writers(operators)
 

@@ -18,7 +18,7 @@ class OperatorTime:
     """What one operator, in all its layers, took in a step: the average of the traced steps. Times are in Trace.unit.
 
     Attributes:
-        name: of the operator, without its layer. tiles: its tasks in a step, the mean where they are created at run time.
+        name: of the operator, without its layer. tiles: its tasks in a step that ran, the mean of the steps.
         time: the workers' time for its tasks, from the end of the task before, divided by the number of workers.
         take, prepare, wait, run: what share of `time` went into each phase; together 1.
         active: from its first run_start to its last end, the layers' added up; other operators may overlap with it.

@@ -29,8 +29,8 @@ class Verdict:
     Attributes:
         tasks: each runs exactly once in a step, those that are created at run time if their group is there.
         conflicts: pairs of tiles that touch the same elements, one of them writing, and are ordered. Pairs that follow
-            from others, through a write in between that covers both, are not counted. Tiles that are created at run time
-            count as megaflow.itemtiles has them.
+            from others, through a write in between that covers both, are not counted. Of tasks that are created at run
+            time those count that stand for them (megaflow.itemtiles).
         rounds: with enough workers a step takes the time of so many tasks.
     """
 

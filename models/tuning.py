@@ -41,7 +41,9 @@ def tuned(auto: Auto, setting: str, seconds: Callable[[Schedule], float]) -> Sch
     return fastest
 
 
-def median_seconds(candidates: tuple[Schedule, ...], seconds: Callable[[Schedule], float]) -> dict[Schedule, float]:
+def median_seconds(
+    candidates: tuple[Schedule, ...], seconds: Callable[[Schedule], float]
+) -> dict[Schedule, float]:
     """The median time of each candidate that can plan the program, after a launch that warms up.
 
     They take turns, so that a clock that drifts favours none.

@@ -78,8 +78,8 @@ def trigger_bounds(graph: TaskGraph, event: np.ndarray, task: np.ndarray, at_onc
         mine, first = graph.operators[op], bounds[number, 0]
         if first != UNBOUNDED and graph.operators[first].routing != mine.routing:
             raise PlanError(
-                f"operators {graph.operators[first].name} and {mine.name} have different routings, but wait for the same "
-                f"event {graph.event_name(number)}; let one of them read something that the other does not"
+                f"operators {graph.operators[first].name} and {mine.name} have different routings, but wait for "
+                f"one event, {graph.event_name(number)}; let one of them read something that the other does not"
             )
         if first == UNBOUNDED:
             bounds[number] = op, others[number], each[number]

@@ -160,6 +160,6 @@ class DynamicVM:
         ended = self._counters.complete(final, self._counters.need[final], self._steps - 1)
         if self._left or not ended:
             raise DeadlockError(
-                f"no task is ready, but the last step has {'ended' if ended else 'not ended'} and of the tasks that are in "
-                f"every step {self._left} are left"
+                f"no task is ready, but the last step has {'ended' if ended else 'not ended'} and of the "
+                f"tasks that are in every step {self._left} are left"
             )

@@ -16,8 +16,8 @@ from megaflow.errors import DeadlockError
 from megaflow.plan import Plan
 from megaflow.records import DRAIN, FIELDS
 from megaflow.scheduler.bandwidth import NEVER, Bandwidth
-from megaflow.scheduler.created import CreatedTasks, even_partitions
 from megaflow.scheduler.costs import H200_COSTS, Costs
+from megaflow.scheduler.created import CreatedTasks, even_partitions
 from megaflow.scheduler.simulation import Simulation
 from megaflow.scheduler.work import Work
 
@@ -240,8 +240,8 @@ class QueueMachine(Machine):
 class ReadyMachine(Machine):
     """Workers pop ready tasks; the one that completes an event pushes what waited for it.
 
-    Several ready queues are simulated as one. Where tasks are created at run time, as many groups are there as are likely
-    to be, and the items are dealt out to them evenly.
+    Several ready queues are simulated as one. Where tasks are created at run time, as many groups are there as are
+    likely to be, and the items are dealt out to them evenly.
     """
 
     def __init__(self, plan: Plan, costs: Costs, fill: float) -> None:

@@ -9,7 +9,9 @@ import torch
 from megaflow.kinds import Tile
 
 
-def norm_rope(x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float) -> torch.Tensor:
+def norm_rope(
+    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
+) -> torch.Tensor:
     """RMSNorm and rotary embedding (rotate-half convention) of vectors [..., D]."""
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
     left, right = x.chunk(2, -1)

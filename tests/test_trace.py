@@ -163,9 +163,8 @@ def test_the_steps_of_decode_and_generate_are_recorded_and_those_outside_the_blo
 def test_a_block_inside_a_block_a_missing_directory_and_an_empty_trace_are_refused(model: MegaModel, tmp_path: Path):
     with pytest.raises(InputError, match="being traced already"), model.trace(), model.trace():
         pass
-    with (
-        pytest.raises(InputError, match=r"missing/out.json' cannot be written; give"),
-        model.trace(tmp_path / "missing" / "out.json"),
+    with pytest.raises(InputError, match=r"missing/out.json' cannot be written; give"), model.trace(
+        tmp_path / "missing" / "out.json"
     ):
         pass
     with model.trace() as trace:

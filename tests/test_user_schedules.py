@@ -96,7 +96,9 @@ def test_an_example_has_less_than_40_lines(example):
 @pytest.mark.parametrize("batch", [2, 17, 64])
 def test_plans_of_the_examples_are_proved_for_a_real_geometry(schedule, batch, geometry):
     device = Device(workers=264, tiling_workers=264, interpreted=False)
-    made = make_plan(qwen3_graph(geometry, 1024), tiling(geometry, batch, device, "bfloat16"), schedule, 264)
+    made = make_plan(
+        qwen3_graph(geometry, 1024), tiling(geometry, batch, device, "bfloat16"), schedule, 264
+    )
     made.verify()
 
 
