@@ -12,7 +12,7 @@ from megaflow.backend import interpreted, triton
 from megaflow.errors import BackendError
 from megaflow.kernel import fingerprint, megakernel
 from megaflow.kinds import ROW_WIDTH, KernelConfig
-from megaflow.runtime import WARPS
+from megaflow.runtime import compile_options
 
 # bytes of shared memory that one program may use, by compute capability (CUDA programming guide, table of limits)
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -58,7 +58,7 @@ def compile_kernel(
         attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")},
     )
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": WARPS})
+    compiled = triton.compile(source, target=target, options=compile_options(creates_tasks))
     registers, stack = read_cubin(compiled.asm["cubin"])
     return Resources(registers, stack, compiled.metadata.shared), compiled.asm["ptx"]
 
