@@ -28,7 +28,11 @@ class Partition:
 
     def tensors(self, routing: Routing) -> dict[str, list[int]]:
         ends = np.cumsum([0, *map(len, self.groups)]).tolist()
-        return {routing.count: [len(self.groups)], routing.indptr: ends, routing.items: [i for g in self.groups for i in g]}
+        return {
+            routing.count: [len(self.groups)],
+            routing.indptr: ends,
+            routing.items: [i for g in self.groups for i in g],
+        }
 
 
 def whole(tensor: str, *shape: int) -> Access:
@@ -136,6 +140,7 @@ def shapes(draw, layers: int = 2, items: int = 6, groups: int = 4) -> Shape:
 @st.composite
 def partitions(draw, shape: Shape, steps: int) -> list[list[Partition]]:
     """For each step and layer: even ones, and ones in which many items are in one group."""
+
     def one() -> Partition:
         keys = st.integers(0, draw(st.integers(0, shape.groups - 1)))
         return Partition.of(draw(st.lists(keys, min_size=shape.items, max_size=shape.items)))

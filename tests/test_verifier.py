@@ -249,9 +249,7 @@ def dropped_trigger() -> Plan:
     """ROUTED without the release of a second tile of a group."""
     place = int(np.flatnonzero(ROUTED.triggers == record_of(ROUTED, "layers.0.second[1"))[0])
     offsets = ROUTED.triggers_of - (ROUTED.triggers_of > place)
-    return dataclasses.replace(
-        ROUTED, triggers=np.delete(ROUTED.triggers, place), triggers_of=offsets.astype(np.int32)
-    )
+    return dataclasses.replace(ROUTED, triggers=np.delete(ROUTED.triggers, place), triggers_of=offsets.astype(np.int32))
 
 
 @pytest.mark.parametrize(
@@ -277,6 +275,19 @@ def dropped_trigger() -> Plan:
 def test_what_creates_tasks_wrongly_is_named(plan, message):
     with pytest.raises(VerificationError, match=message):
         plan.verify()
+
+
+@pytest.mark.parametrize(("items", "right"), [(1, True), (2, False), (5, False)])
+def test_a_groups_own_event_says_nothing_of_other_groups(items, right):
+    sizes = {"items": items, "groups": min(items, 2), "gathered": items}
+    plan = Shape(**sizes).plan(Dynamic())
+    touching = tuple(Shape(flag=True, **sizes).operators())  # all tiles of `first` write what all of `second` read
+    wrong = dataclasses.replace(plan, graph=dataclasses.replace(plan.graph, operators=touching))
+    if right:
+        wrong.verify()
+    else:
+        with pytest.raises(VerificationError, match=r"second by items\[.* before .*first by items\[.* part of flag"):
+            wrong.verify()
 
 
 CHAIN = [op("load", [], ["x"]), op("f", ["x"], ["y"]), op("g", ["y"], ["z"])]
