@@ -13,6 +13,7 @@ from megaflow.scheduler import Program, Schedule
 from megaflow.taskgraph import TaskGraph
 
 WIDTH = 2  # of all tensors
+KINDS = {"kind": 0, "make": 1}  # those that make partitions are of the second
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Shape:
         ops = []
         for layer in range(self.layers):
             name = f"layers.{layer}."
-            ops.append(TiledOperator(name + "make", "kind", (1,), (source,), lists, 1))
+            ops.append(TiledOperator(name + "make", "make", (1,), (source,), lists, 1))
             if self.other:
                 ops.append(TiledOperator(name + "other", "kind", (2,), (source,), (whole("other", 2),), 1))
             flags = (whole("flag", 1),) if self.flag else ()
@@ -115,7 +116,7 @@ class Shape:
         return ops
 
     def plan(self, schedule: Schedule, workers: int = 2) -> Plan:
-        return schedule.plan(Program.of(self.operators()), workers, {"kind": 0})
+        return schedule.plan(Program.of(self.operators()), workers, KINDS)
 
     def plan_or_none(self, schedule: Schedule, workers: int = 2) -> Plan | None:
         """The plan; None where an operator would notify more events than a record holds."""
@@ -210,6 +211,6 @@ class Lists:
     def ran(self, task: int, step: int) -> None:
         """Write the partition if the task does."""
         op = self.graph.operators[self.graph.operator[task]]
-        if op.name.endswith("make"):
+        if op.kind == "make":
             routing = next(o.routing for o in self.graph.operators if o.routing)
             self.tensors |= self.steps[step][op.layer].tensors(routing)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from routed import Lists, Meaning, Partition, Shape, partitions, shapes
+from routed import KINDS, Lists, Meaning, Partition, Shape, partitions, shapes
 
 from megaflow.plan import Plan
 from megaflow.records import OF_GROUP
@@ -146,7 +146,7 @@ def test_a_simulation_has_as_many_groups_as_are_expected(shape):
     simulation = simulate(plan)
     assert (simulation.worker >= 0).all(), "as many groups as there can be"
     few = [op if op.routing is None else expecting(op, 1.5) for op in shape.operators()]
-    simulation = simulate(Dynamic().plan(Program.of(few), 2, {"kind": 0}))
+    simulation = simulate(Dynamic().plan(Program.of(few), 2, KINDS))
     graph = simulation.plan.graph
     absent = graph.created[graph.operator] & (graph.coordinates[:, 0] >= 2)
     assert ((simulation.worker < 0) == absent).all()
