@@ -34,7 +34,7 @@ class Plan:
         triggers_of, triggers: int32 [E + 1], [...]: the records that each event releases (dynamic).
         wait_count: int32 [N], events that each record waits for (dynamic).
         initial: int32, records that are ready when a launch starts (dynamic).
-        bounds: int32 [E, 3], dynamic: which of its triggers an event releases; empty if no tasks are created at run time.
+        bounds: int32 [E, 3], which of its triggers an event releases (dynamic); empty if all are always released.
             (UNBOUNDED, 0, 0): all. (OF_GROUP, 0, 0): all, but it is an event of one run-time group, complete only in
             steps that have the group, so it counts from 0 each time. (operator, n, k): the first n, and k for each
             group that the operator's routing has, which lie group by group.

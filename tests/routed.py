@@ -1,4 +1,4 @@
-"""Programs over the groups of run-time partitions, which have nothing to do with experts, and what runs of them mean."""
+"""Programs over the groups of run-time partitions, without experts, and what runs of them mean."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -21,7 +21,7 @@ STATIC = [Static(), Hybrid(), Unfused()]
 
 
 def order_of(plan: Plan, steps: list[list[Partition]], choose) -> list[list[int]]:
-    """For each step, the tasks in the order in which they ran; nothing of a step runs before the one before has ended."""
+    """For each step, the tasks in the order in which they ran; a step begins when the one before has ended."""
     lists = Lists(plan.graph, steps)
     ran: list[list[int]] = [[] for _ in steps]
 
