@@ -76,6 +76,9 @@ def created_operators(plan: Plan) -> list[Created]:
     found = [Created.of(plan, int(operator)) for operator in np.flatnonzero(graph.created)]
     if (plan.wait_count[~ordinary] != 1).any() or (~ordinary[plan.initial]).any():
         raise VerificationError("a task that is created at run time does not wait for one event of its step")
+    for c in found:
+        if (every_class(c) >= len(plan.event_need)).any():
+            raise VerificationError(f"{graph.operators[c.operator].name} notifies by item what is no event")
     check_own_events(plan, found)
     check_bounds(plan)
     check_item_counts(plan, found)
@@ -171,8 +174,6 @@ def check_item_counts(plan: Plan, found: list[Created]) -> None:
         assert routing is not None
         sizes = np.minimum(c.spread, routing.number - c.spread * np.arange(c.classes))
         events = every_class(c)
-        if events.size and (events.min() < NONE or events.max() >= len(count)):
-            raise VerificationError(f"{graph.operators[c.operator].name} notifies by item what is no event")
         times = np.broadcast_to(sizes[:, None, None], events.shape)
         np.add.at(count, events[events != NONE], times[events != NONE])
     exact = (np.diff(plan.triggers_of) > 0) & (plan.bounds[:, 0] != OF_GROUP)
