@@ -35,6 +35,10 @@ class Created:
     stride: tuple[int, int]
     own: np.ndarray
 
+    def plain(self, column: int) -> bool:
+        """Whether what notify 0 or 1 names is notified once."""
+        return self.spread == 0 or self.stride[column] == PLAIN
+
     @staticmethod
     def of(plan: Plan, operator: int) -> "Created":
         """Raises VerificationError if its records differ in more than the group."""

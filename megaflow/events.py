@@ -48,9 +48,9 @@ class AxisClasses:
         return AxisClasses(np.zeros(extent, np.int64), None, np.zeros(1, np.int64), 1)
 
     @staticmethod
-    def all_items(routing: Routing) -> "AxisClasses":
-        """One class for all items, needed by everybody."""
-        return replace(AxisClasses.joined(routing.number), spread=routing.number)
+    def all_items(number: int) -> "AxisClasses":
+        """One class for so many items, needed by everybody."""
+        return replace(AxisClasses.joined(number), spread=number)
 
     def same(self, other: "AxisClasses") -> bool:
         return (
@@ -111,9 +111,7 @@ class Edge:
 
     def without_item_classes(self) -> "Edge":
         """By item: the same edge with one class of all items."""
-        first = self.axes[0]
-        joined = replace(AxisClasses.joined(len(first.producer)), spread=len(first.producer))
-        return replace(self, axes=(joined, *self.axes[1:]))
+        return replace(self, axes=(AxisClasses.all_items(len(self.axes[0].producer)), *self.axes[1:]))
 
     @property
     def covers(self) -> bool:
@@ -184,8 +182,9 @@ def edge_axes(
 
 
 def _joined(axis: int, producer_grid: tuple[int, ...], routing: Routing | None) -> AxisClasses:
-    by_item = routing is not None and axis == 0
-    return AxisClasses.all_items(routing) if routing and by_item else AxisClasses.joined(producer_grid[axis])
+    if routing is not None and axis == 0:
+        return AxisClasses.all_items(routing.number)
+    return AxisClasses.joined(producer_grid[axis])
 
 
 def _access_classes(
@@ -225,11 +224,11 @@ def _access_classes(
 def _item_classes(p: Span, c: Span, consumer_grid: tuple[int, ...], extent: int, routing: Routing) -> AxisClasses:
     """The finest classes of items, if a tile finds them by a division; else one of all items."""
     if p.routing is None or c.routing is not None:
-        return AxisClasses.all_items(routing)
+        return AxisClasses.all_items(routing.number)
     item = np.arange(routing.number)
     start, stop = c.bounds(consumer_grid, extent)
     classes, needs, count = components((start[None] <= item[:, None]) & (item[:, None] < stop[None]))
     spread = int((classes == 0).sum())
     if count > MOST_ITEM_CLASSES or not np.array_equal(classes, item // max(spread, 1)):
-        return AxisClasses.all_items(routing)
+        return AxisClasses.all_items(routing.number)
     return AxisClasses(classes, c.axis, needs, count, spread)

@@ -8,7 +8,8 @@ all items of the class have. The first says less, where items of a class are in 
 the second: a conflict that is not item by item is one between tiles of different classes, too, and there are two.
 """
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import gcd
 
 import numpy as np
@@ -21,6 +22,69 @@ from megaflow.records import FIELDS, OF_GROUP
 from megaflow.regions import Access, Routing, Span, TiledOperator
 
 
+@dataclass(frozen=True)
+class StandIns:
+    """The tiles of the ordinary plan, N of them.
+
+    Attributes:
+        operators: the operators that they are of.
+        like: int [N], the task that each is like, of those that are created at run time one of the first group.
+        item_class: int [N], 0 where there are none.
+        copies: int [E], of an event of the first group the number of that for class 0 in its place, NONE of others.
+        tensors: what these events are; event_need: int32 [all events].
+    """
+
+    operators: tuple[TiledOperator, ...]
+    like: np.ndarray
+    item_class: np.ndarray
+    copies: np.ndarray
+    tensors: tuple[EventTensor, ...]
+    event_need: np.ndarray
+
+    @staticmethod
+    def of(plan: Plan, found: Mapping[int, Created], widths: Mapping[int, int]) -> "StandIns":
+        graph = plan.graph
+        operators, like, item_class = [], [], []
+        copies, needs, tensors = np.full(len(plan.event_need), NONE), [plan.event_need], []
+        first = len(plan.event_need)
+        for number, op in enumerate(graph.operators):
+            if number not in found:
+                operators.append(op)
+                like.append(np.arange(graph.first_task[number], graph.first_task[number + 1]))
+                item_class.append(np.zeros(op.tiles, np.int64))
+                continue
+            operators.append(of_items(op, widths[number]))
+            classes, tasks, own = operators[-1].grid[0], found[number].tasks[0], found[number].own[:, 0]
+            like.append(np.tile(tasks, classes))
+            item_class.append(np.repeat(np.arange(classes), len(tasks)))
+            for event in np.unique(own[own != NONE]).tolist():
+                copies[event] = first
+                tensors.append(EventTensor((number,), (classes,), first))
+                needs.append(np.full(classes, plan.event_need[event], np.int32))
+                first += classes
+        return StandIns(
+            tuple(operators),
+            np.concatenate(like),
+            np.concatenate(item_class),
+            copies,
+            tuple(tensors),
+            np.concatenate(needs),
+        )
+
+    def triggers(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+        """The events and the tiles that they release: of each class those that the first group has."""
+        graph = plan.graph
+        event, task = released(plan)
+        kept = ~graph.created[graph.operator[task]] | (graph.coordinates[task, 0] == 0)
+        order = np.argsort(self.like, kind="stable")
+        begin, end = (np.searchsorted(self.like[order], task[kept], side) for side in ("left", "right"))
+        times = end - begin
+        within = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
+        tile, event = order[np.repeat(begin, times) + within], np.repeat(event[kept], times)
+        own = plan.bounds[event, 0] == OF_GROUP
+        return np.where(own, self.copies[event] + self.item_class[tile], event), tile
+
+
 def by_items(plan: Plan) -> Plan:
     """The ordinary plan, with the same event numbers and further ones.
 
@@ -29,84 +93,45 @@ def by_items(plan: Plan) -> Plan:
     """
     found = {c.operator: c for c in created_operators(plan)}
     widths = class_widths(plan, list(found.values()))
-    graph = plan.graph
-    operators, blocks = [], []  # blocks: the task that each tile is like, and its class
-    for number, op in enumerate(graph.operators):
-        if number in found:
-            width = widths[found[number].operator]
-            op = of_items(op, width)
-            mine = found[number].tasks[0]
-        else:
-            mine = np.arange(graph.first_task[number], graph.first_task[number + 1])
-        classes = op.grid[0] if number in found else 1
-        operators.append(op)
-        blocks.append(np.stack((np.tile(mine, classes), np.repeat(np.arange(classes), len(mine)))))
-    like, item_class = np.concatenate(blocks, 1)
-    operator = graph.operator[like]
-    tasks = np.arange(len(like))
-    coordinates = graph.coordinates[like]
+    tiles = StandIns.of(plan, found, widths)
+    graph, like = plan.graph, tiles.like
+    operator, coordinates, records = graph.operator[like], graph.coordinates[like], plan.records[like]
     of_class = graph.created[operator]
-    coordinates[of_class, 0] = item_class[of_class]
-
-    # events of groups: those of the first group stand for all, one for each class
-    tensors, copies, first = list(graph.event_tensors), np.full(len(plan.event_need), NONE), len(plan.event_need)
-    needs = []
-    for c in found.values():
-        for event in np.unique(c.own[:, 0][c.own[:, 0] != NONE]).tolist():
-            classes = operators[c.operator].grid[0]
-            tensors.append(EventTensor((c.operator,), (classes,), first))
-            copies[event] = first
-            needs.append(np.full(classes, plan.event_need[event]))
-            first += classes
-
-    records = plan.records[like]
-    columns = {name: records[:, i] for i, name in enumerate(FIELDS)}
-    columns["task"][:], columns["c0"][:] = tasks, coordinates[:, 0]
-    for number, c in found.items():
-        mine = operator == number
-        for i in (0, 1):
-            event = columns[f"notify{i}"]
-            plain = mine & (event != NONE) & (c.by_item[i, 0] == NONE)
-            event[plain] = copies[event[plain]] + item_class[plain]
-            if c.spread:
-                step = item_class * widths[number] // c.spread * c.stride[i]
-                event[:] = np.where(mine & (event != NONE) & ~plain, event + step, event)
-    notified = np.concatenate((columns["notify0"], columns["notify1"]))
-    need = np.concatenate((plan.event_need, *needs)).astype(np.int32)
-    got = np.bincount(notified[notified != NONE], minlength=len(need))
-    need[: len(plan.event_need)] = got[: len(plan.event_need)]  # what they get by item is what they need
-
-    # triggers: of the first group's tiles for those of all classes
-    event, task = released(plan)
-    kept = ~graph.created[graph.operator[task]] | (graph.coordinates[task, 0] == 0)
-    order = np.argsort(like, kind="stable")
-    begin, end = (np.searchsorted(like[order], task[kept], side) for side in ("left", "right"))
-    times = end - begin
-    within = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
-    new_task = order[np.repeat(begin, times) + within]
-    new_event = np.repeat(event[kept], times)
-    own = plan.bounds[new_event, 0] == OF_GROUP
-    new_event[own] = copies[new_event[own]] + item_class[new_task[own]]
-    by_event = np.argsort(new_event, kind="stable")
-    counts = np.bincount(new_event, minlength=len(need))
+    coordinates[of_class, 0] = tiles.item_class[of_class]
+    records[:, FIELDS.index("task")], records[:, FIELDS.index("c0")] = np.arange(len(like)), coordinates[:, 0]
+    notified = []
+    for i in (0, 1):
+        event = records[:, FIELDS.index(f"notify{i}")]
+        for number, c in found.items():
+            mine = (operator == number) & (event != NONE)
+            if c.plain(i):
+                event[mine] = tiles.copies[event[mine]] + tiles.item_class[mine]
+            else:
+                event[mine] += tiles.item_class[mine] * widths[number] // c.spread * c.stride[i]
+        notified.append(event)
+    notifies = np.stack(notified, 1)
+    # what was checked to be complete by item is complete with one notify of each tile
+    need = tiles.event_need.copy()
+    need[: len(plan.event_need)] = np.bincount(notifies[notifies != NONE], minlength=len(need))[: len(plan.event_need)]
+    event, task = tiles.triggers(plan)
     return replace(
         plan,
         graph=replace(
             graph,
-            operators=tuple(operators),
-            event_tensors=tuple(tensors),
+            operators=tiles.operators,
+            event_tensors=graph.event_tensors + tiles.tensors,
             event_need=need,
             operator=operator,
             coordinates=coordinates,
             waits=graph.waits[like],
-            notifies=notified.reshape(2, -1).T,
+            notifies=notifies,
         ),
         records=records,
         event_need=need,
-        triggers_of=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
-        triggers=new_task[by_event].astype(np.int32),
+        triggers_of=np.concatenate(([0], np.cumsum(np.bincount(event, minlength=len(need))))).astype(np.int32),
+        triggers=task[np.argsort(event, kind="stable")].astype(np.int32),
         wait_count=plan.wait_count[like],
-        initial=np.searchsorted(like[order], plan.initial).astype(np.int32),
+        initial=np.flatnonzero(np.isin(like, plan.initial)).astype(np.int32),
         bounds=nothing(),
     )
 

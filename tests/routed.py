@@ -49,7 +49,7 @@ class Shape:
         left_out: items at the end that are not gathered.
         aside: another operator reads all that the first one writes. flag: the second one reads something that all tiles
             of the first one touch. other: it reads something that an ordinary operator writes. open_end: the last layer
-            gathers nothing. some: what comes after reads what was gathered first only.
+            gathers nothing. some: what comes after reads what was gathered first only. last_column: only that is.
     """
 
     layers: int = 2
@@ -64,6 +64,7 @@ class Shape:
     other: bool = False
     open_end: bool = False
     some: bool = False
+    last_column: bool = False
 
     @property
     def routing(self) -> Routing:
@@ -108,7 +109,8 @@ class Shape:
                 continue
             kept = items - self.left_out
             rows = -(-kept // self.gathered)
-            out = Access("out", (items, WIDTH), (Span(1, self.gathered, self.gathered, 0, kept), Span.tiles(0, 1)))
+            columns = Span(None, 1, 0, WIDTH - 1) if self.last_column else Span.tiles(0, 1)
+            out = Access("out", (items, WIDTH), (Span(1, self.gathered, self.gathered, 0, kept), columns))
             sums = Access("sums", (rows, WIDTH), (Span.tiles(1, 1), Span.tiles(0, 1)))
             ops.append(TiledOperator(name + "gather", "kind", (WIDTH, rows), (out,), (sums,), 1))
             read = Access("sums", (rows, WIDTH), (Span(None, 1 if self.some else rows), Span.whole(WIDTH)))
@@ -134,7 +136,7 @@ def shapes(draw, layers: int = 2, items: int = 6, groups: int = 4) -> Shape:
     return Shape(
         draw(st.integers(1, layers)), number, draw(st.integers(1, min(groups, number))),
         *(draw(st.integers(1, WIDTH)) for _ in range(2)), draw(st.integers(1, number)),
-        draw(st.integers(0, number - 1)), *(draw(st.booleans()) for _ in range(5)),
+        draw(st.integers(0, number - 1)), *(draw(st.booleans()) for _ in range(6)),
     )  # fmt: skip
 
 
