@@ -12,7 +12,7 @@ from megaflow.backend import interpreted, triton
 from megaflow.errors import BackendError
 from megaflow.kernel import fingerprint, megakernel
 from megaflow.kinds import ROW_WIDTH, KernelConfig
-from megaflow.runtime import WARPS
+from megaflow.runtime import compile_options
 
 # bytes of shared memory that one program may use, by compute capability (CUDA programming guide, table of limits)
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -28,12 +28,13 @@ class Resources:
 
 
 def compile_kernel(
-    bodies: Sequence[Any], config: KernelConfig, capability: int, *, traced: bool = False
+    bodies: Sequence[Any], config: KernelConfig, capability: int, *, traced: bool = False, creates_tasks: bool = False
 ) -> tuple[Resources, str]:
     """Compile for compute capability 8.0 (80), 9.0 (90) or 10.0 (100); no GPU is needed.
 
     Args:
         traced: whether to compile the kernel that writes down when its tasks ran.
+        creates_tasks: whether to compile the kernel for plans that create tasks at run time.
     Returns:
         What the kernel needs, and its PTX.
     Raises:
@@ -47,6 +48,8 @@ def compile_kernel(
     constants = {"ROW": ROW_WIDTH, "BODIES": tuple(bodies), "CONFIG": config, "FINGERPRINT": fingerprint(bodies)}
     if not traced:
         constants["stamps"] = None
+    if not creates_tasks:
+        constants["bounds"] = None
     signature = {name: "constexpr" if name in constants else types.get(name, "*i32") for name in names}
     source = triton.compiler.ASTSource(
         fn=megakernel,
@@ -55,7 +58,7 @@ def compile_kernel(
         attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")},
     )
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": WARPS})
+    compiled = triton.compile(source, target=target, options=compile_options(creates_tasks))
     registers, stack = read_cubin(compiled.asm["cubin"])
     return Resources(registers, stack, compiled.metadata.shared), compiled.asm["ptx"]
 

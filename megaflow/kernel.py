@@ -5,7 +5,8 @@ body waits for its events when it needs what they stand for, so that it can fetc
 (device.await_inputs). In dynamic mode workers take ready tasks from queues on the device; the worker whose notify
 completes an event pushes the tasks that waited for it. Both are run-time branches of the one compiled kernel. What
 tasks compute comes in as a constexpr tuple of bodies. A traced launch passes an array for the tasks' stamps
-(megaflow.stamps); without one, None is a constexpr, and nothing of tracing is compiled.
+(megaflow.stamps); without one, None is a constexpr, and nothing of tracing is compiled. Likewise the bounds of a plan
+that creates tasks at run time (plan.Plan.bounds).
 """
 
 from collections.abc import Sequence
@@ -31,12 +32,35 @@ from megaflow.device import (
     push,
     wait,
 )
-from megaflow.records import C0, C1, C2, DRAIN, KIND, NOTHING, NOTIFY0, NOTIFY1, OPERATOR, RECORD_WIDTH
+from megaflow.kinds import ROUTING_FIELDS
+from megaflow.records import (
+    C0,
+    C1,
+    C2,
+    CLASSES,
+    DRAIN,
+    KIND,
+    MOST_ITEM_CLASSES,
+    NOTHING,
+    NOTIFY0,
+    NOTIFY1,
+    OF_GROUP,
+    OPERATOR,
+    PLAIN,
+    RECORD_WIDTH,
+    SPREAD,
+    STRIDE0,
+)
 from megaflow.stamps import END, PLACE, START, clock, place, task_stamp
 
 RECORD = tl.constexpr(RECORD_WIDTH)
 DRAIN_KIND = tl.constexpr(DRAIN)
 NOTHING_KIND = tl.constexpr(NOTHING)
+PLAIN_NOTIFY = tl.constexpr(PLAIN)
+OF_GROUP_EVENT = tl.constexpr(OF_GROUP)
+ROUTING_LISTS = tl.constexpr(ROUTING_FIELDS)
+LANES = tl.constexpr(MOST_ITEM_CLASSES)
+ITEMS = tl.constexpr(8)  # looked at at a time
 
 
 def fingerprint(bodies: Sequence[Any]) -> str:
@@ -46,24 +70,67 @@ def fingerprint(bodies: Sequence[Any]) -> str:
 
 @jit
 def signal(
-    event, step, steps, final_event, events, event_need, triggers_of, triggers, wait_count, arrivals, epoch,
-    n_tasks, queues, n_queues, capacity, control,
+    event, times, step, steps, final_event, events, event_need, triggers_of, triggers, wait_count, arrivals, epoch,
+    n_tasks, queues, n_queues, capacity, control, bounds, table, ROW: tl.constexpr,
 ):  # fmt: skip
-    """Notify in dynamic mode: the worker that completes the event pushes what waited for it.
+    """Notify `times` times in dynamic mode: the worker that completes the event pushes what waited for it.
 
     The final event starts the next step; that of the launch's last step pushes nothing and closes the queues.
     """
-    tl.debug_barrier()
-    seen = tl.atomic_add(events + event * 32, 1, sem="acq_rel", scope="gpu") + 1
-    if seen == tl.load(event_need + event) * epoch:
+    seen = tl.atomic_add(events + event * 32, times, sem="acq_rel", scope="gpu") + times
+    wanted = tl.load(event_need + event) * epoch
+    if bounds is not None:
+        sort = tl.load(bounds + event * 3)
+        wanted = tl.where(sort == OF_GROUP_EVENT, tl.load(event_need + event), wanted)
+    if seen == wanted:
         stop = tl.load(control + STOP_STEP, volatile=True)
         if (event == final_event) & ((step + 1 == steps) | (stop != 0)):
             tl.atomic_xchg(control + CLOSED, 1, sem="release", scope="gpu")
         else:
             begin = tl.load(triggers_of + event)
             end = tl.load(triggers_of + event + 1)
+            if bounds is not None:
+                if sort == OF_GROUP_EVENT:
+                    tl.atomic_xchg(events + event * 32, 0, sem="relaxed", scope="gpu")
+                if sort >= 0:
+                    # an atomic is done by one thread for all: after an abort the lists may change
+                    count = tl.atomic_add(routing_list(table + sort * ROW, 0, ROW), 0, sem="relaxed", scope="gpu")
+                    bounded = tl.load(bounds + event * 3 + 1) + count * tl.load(bounds + event * 3 + 2)
+                    end = tl.minimum(begin + bounded, end)
             released = step + (event == final_event).to(tl.int32)
             push(triggers, begin, end, wait_count, arrivals, epoch, released, n_tasks, queues, n_queues, capacity)
+
+
+@jit
+def routing_list(row, index: tl.constexpr, ROW: tl.constexpr):
+    """The pointer to a routing's count, indptr or items, by its index among them."""
+    return tl.load(row + ROW - ROUTING_LISTS + index).to(tl.pointer_type(tl.int32))
+
+
+@jit
+def items_by_class(record, row, ROW: tl.constexpr):
+    """int32 [LANES]: how many of the items of a task's group lie in each class.
+
+    A loop depends on it, so all threads need the same bounds, but after an abort the lists may change while they are
+    read: what thread 0 has seen goes to all.
+    """
+    spread = tl.load(record + SPREAD)
+    classes = tl.load(record + CLASSES)
+    bound = routing_list(row, 1, ROW) + tl.load(record + C0)
+    items = routing_list(row, 2, ROW)
+    lane = tl.arange(0, LANES)
+    packed = (tl.load(bound + 1).to(tl.int64) << 32) | tl.load(bound).to(tl.int64)
+    packed = tl.sum(tl.where(lane == 0, packed, 0), 0)
+    begin = tl.maximum((packed & 0xFFFFFFFF).to(tl.int32), 0)
+    end = tl.minimum((packed >> 32).to(tl.int32), spread * classes)
+    # in one class are all: nothing is looked up
+    counts = tl.where((lane == 0) & (classes == 1), end - begin, 0)
+    for first in range(begin, tl.where(classes == 1, begin, end), ITEMS):
+        o = first + tl.arange(0, ITEMS)
+        item = tl.load(items + o, mask=o < end, other=0)
+        number = tl.where(o < end, item // spread, -1)
+        counts += tl.sum((number[:, None] == lane[None, :]).to(tl.int32), 0)
+    return counts
 
 
 @jit
@@ -100,6 +167,7 @@ def megakernel(
     tickets,  # int32 [drains, 32], tiles taken from each drain, in column 0
     control,  # int32 [CONTROL_WORDS]
     stamps,  # int64 [steps, N, STAMP_WIDTH], or None: not traced
+    bounds,  # int32 [E, 3], or None: no tasks are created at run time
     n_tasks,
     n_initial,
     final_event,
@@ -116,7 +184,9 @@ def megakernel(
     capacity = n_tasks + tl.num_programs(0)
     task = -1
     step = 0
-    dynamic = n_queues > 0
+    dynamic: tl.constexpr = True  # only such plans have bounds
+    if bounds is None:
+        dynamic = n_queues > 0
     if dynamic:
         task, step = pop(queues, n_queues, capacity, n_tasks, control, timeout_ns)
     else:
@@ -125,8 +195,9 @@ def megakernel(
     while task >= 0:
         epoch = tl.load(control + EPOCH) + 1 + step
         drained = -1
-        if tl.load(records + task * RECORD + KIND) == DRAIN_KIND:
-            drained = drain(tickets, records + task * RECORD, epoch)
+        if bounds is None:  # noqa: SIM102  joined by "and" it would not be left out of the kernel
+            if tl.load(records + task * RECORD + KIND) == DRAIN_KIND:
+                drained = drain(tickets, records + task * RECORD, epoch)
         record = records + tl.where(drained >= 0, drained, task) * RECORD
         kind = tl.load(record + KIND)
         row = table + tl.load(record + OPERATOR) * ROW
@@ -155,12 +226,33 @@ def megakernel(
                 tl.store(task_stamp(stamps, record, step, n_tasks) + END, clock(control + TICKS))
 
         if dynamic:
-            if notify0 >= 0:
-                signal(notify0, step, steps, final_event, events, event_need, triggers_of, triggers, wait_count,
-                       arrivals, epoch, n_tasks, queues, n_queues, capacity, control)  # fmt: skip
-            if notify1 >= 0:
-                signal(notify1, step, steps, final_event, events, event_need, triggers_of, triggers, wait_count,
-                       arrivals, epoch, n_tasks, queues, n_queues, capacity, control)  # fmt: skip
+            if bounds is None:
+                tl.debug_barrier()
+                if notify0 >= 0:
+                    signal(notify0, 1, step, steps, final_event, events, event_need, triggers_of, triggers, wait_count,
+                           arrivals, epoch, n_tasks, queues, n_queues, capacity, control, None, table, ROW)  # fmt: skip
+                if notify1 >= 0:
+                    signal(notify1, 1, step, steps, final_event, events, event_need, triggers_of, triggers, wait_count,
+                           arrivals, epoch, n_tasks, queues, n_queues, capacity, control, None, table, ROW)  # fmt: skip
+            else:
+                # who is told of a result may let the lists be overwritten, so they are read before
+                counts = tl.full([LANES], 1, tl.int32)
+                own = records + task * RECORD
+                if tl.load(own + SPREAD) > 0:
+                    counts = items_by_class(own, table + tl.load(own + OPERATOR) * ROW, ROW)
+                tl.debug_barrier()
+                for column in range(0, 2):
+                    event = tl.load(own + NOTIFY0 + column)
+                    stride = tl.load(own + STRIDE0 + column)
+                    by_item = (tl.load(own + SPREAD) > 0) & (stride != PLAIN_NOTIFY)
+                    last = tl.where(by_item, tl.load(own + CLASSES), 1)
+                    for number in range(0, tl.where(event >= 0, last, 0)):
+                        times = tl.sum(tl.where(tl.arange(0, LANES) == number, counts, 0), 0)
+                        times = tl.where(by_item, times, 1)
+                        if times > 0:
+                            signal(event + number * stride, times, step, steps, final_event, events, event_need,
+                                   triggers_of, triggers, wait_count, arrivals, epoch, n_tasks, queues, n_queues,
+                                   capacity, control, bounds, table, ROW)  # fmt: skip
             task, step = pop(queues, n_queues, capacity, n_tasks, control, timeout_ns)
         else:
             if notify0 >= 0:

@@ -16,6 +16,7 @@ from megaflow.graph import BATCH, Operator
 from megaflow.regions import Access, MicroBatch, Span, TiledOperator
 
 ROW_WIDTH = 32  # int64 fields in a row of the operator table
+ROUTING_FIELDS = 3  # the last ones, of operators with a routing: where its count, indptr and items lie
 Buffers = Mapping[str, torch.Tensor]
 Place = tuple[int | slice | torch.Tensor, ...]  # an index into a tensor
 
@@ -165,7 +166,7 @@ class TaskKind:
         body: Triton function (row, c0, c1, c2, step, inputs, CONFIG): computes the tile at grid point
             (c0, c1, c2); it calls device.await_inputs(inputs) once, before it reads other tasks' results.
         tile: cuts an operator into tiles.
-        fields: names of the fields of the operator's row, in order; at most ROW_WIDTH.
+        fields: names of the fields of the operator's row, in order; at most ROW_WIDTH, without those of a routing.
         row: the value of each field: pointers, sizes, strides in elements.
         oracle: the same operator in torch: maps input tensors by role and attrs to output tensors by role.
         run_tile: computes one tile in torch, by means of the oracle; it does all that the body does to the buffers.
@@ -196,7 +197,9 @@ class TaskKind:
             buffers = {**buffers, **{t.name: buffers[t.name][first:] for t in tensors if t.shape[:1] == (BATCH,)}}
         values = self.row(op, tiled, buffers)
         unknown = set(values) - set(self.fields)
-        if unknown or len(self.fields) > ROW_WIDTH:
+        lists = [buffers[name].data_ptr() for name in tiled.routing.tensors] if tiled.routing else []
+        assert len(lists) in (0, ROUTING_FIELDS)
+        if unknown or len(self.fields) + len(lists) > ROW_WIDTH:
             raise PlanError(f"task kind {self.name}: fields {sorted(unknown)} unknown, {len(self.fields)} in all")
         row = [values.get(field, 0) for field in self.fields]
-        return row + [0] * (ROW_WIDTH - len(row))
+        return row + [0] * (ROW_WIDTH - len(row) - len(lists)) + lists

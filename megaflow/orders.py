@@ -3,6 +3,10 @@
 An order from operator p to operator c says, axis by axis of p's grid, which coordinates a tile of c is known to
 run after; the tiles of p that it runs after are the product of these sets. Orders compose along chains of edges.
 All statements are one-sided: what is claimed holds, but not all that holds is claimed.
+
+Of an operator whose tiles are created at run time a consumer may know items instead of groups: it comes after the
+tiles of the groups that these items are in. Which groups those are is not known, so only all items stand for all
+groups. Tiles that are never created are in any order.
 """
 
 from dataclasses import dataclass
@@ -16,16 +20,30 @@ from megaflow.events import NONE, Edge
 @dataclass(frozen=True)
 class AxisOrder:
     """For one producer axis: bool [consumer coordinates, producer coordinates], and the axis of the consumer
-    that the first index runs over (None: one row, the same for all consumer tiles)."""
+    that the first index runs over (None: one row, the same for all consumer tiles). With `by_item` the second index
+    runs over the items of the producer's routing."""
 
     axis: int | None
     after: np.ndarray
+    by_item: bool = False
 
     def includes(self, other: "AxisOrder") -> bool:
         """Whether every consumer tile that `other` puts after a coordinate is after it here too."""
+        after = self.after
+        if self.by_item != other.by_item:  # all or nothing
+            after = np.broadcast_to(after.all(1, keepdims=True), (len(after), other.after.shape[1]))
         if self.axis == other.axis:
-            return bool((self.after | ~other.after).all())
-        return bool((self.after.all(0) | ~other.after.any(0)).all())
+            return bool((after | ~other.after).all())
+        return bool((after.all(0) | ~other.after.any(0)).all())
+
+    def through(self, earlier: "AxisOrder") -> "AxisOrder":
+        """From self, consumer -> middle, and what the middle's coordinate selects of `earlier`."""
+        if not self.by_item:
+            after = (self.after.astype(np.float32) @ earlier.after.astype(np.float32)) > 0
+            return AxisOrder(self.axis, after, earlier.by_item)
+        # only the same group is selected by a group whose tiles are created at run time (events.edge_axes)
+        assert earlier.axis == 0 and np.array_equal(earlier.after, np.eye(len(earlier.after))), earlier
+        return self
 
 
 @dataclass(frozen=True)
@@ -39,7 +57,11 @@ class Order:
         """What an edge guarantees by itself."""
         return Order(
             tuple(
-                AxisOrder(a.consumer_axis, (a.consumer[:, None] == a.producer[None]) & (a.consumer[:, None] != NONE))
+                AxisOrder(
+                    a.consumer_axis,
+                    (a.consumer[:, None] == a.producer[None]) & (a.consumer[:, None] != NONE),
+                    a.spread > 0,
+                )
                 for a in edge.axes
             )
         )
@@ -60,10 +82,9 @@ class Order:
         axes = []
         for a in earlier.axes:
             if a.axis is None:
-                axes.append(AxisOrder(None, a.after))
+                axes.append(a)
             else:
-                step = self.axes[a.axis]
-                axes.append(AxisOrder(step.axis, (step.after.astype(np.float32) @ a.after.astype(np.float32)) > 0))
+                axes.append(self.axes[a.axis].through(a))
         return Order(tuple(axes))
 
 

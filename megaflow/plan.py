@@ -34,6 +34,10 @@ class Plan:
         triggers_of, triggers: int32 [E + 1], [...]: the records that each event releases (dynamic).
         wait_count: int32 [N], events that each record waits for (dynamic).
         initial: int32, records that are ready when a launch starts (dynamic).
+        bounds: int32 [E, 3], which of its triggers an event releases (dynamic); empty if all are always released.
+            (UNBOUNDED, 0, 0): all. (OF_GROUP, 0, 0): all, but it is an event of one run-time group, complete only in
+            steps that have the group, so it counts from 0 each time. (operator, n, k): the first n, and k for each
+            group that the operator's routing has, which lie group by group.
     """
 
     graph: TaskGraph
@@ -46,6 +50,12 @@ class Plan:
     triggers: np.ndarray = field(default_factory=nothing)
     wait_count: np.ndarray = field(default_factory=nothing)
     initial: np.ndarray = field(default_factory=nothing)
+    bounds: np.ndarray = field(default_factory=nothing)
+
+    @property
+    def creates_tasks(self) -> bool:
+        """Whether tasks are created at run time: those of a routing's groups that a step has."""
+        return len(self.bounds) > 0
 
     @property
     def dynamic(self) -> bool:
@@ -73,6 +83,8 @@ class Plan:
 
     def stopped_after(self, operator: str) -> "Plan":
         """The same plan, in which tasks of operators that come later in program order only wait and notify.
+
+        Tasks that are created at run time are by the partition that lies in the buffers, whichever that is.
 
         Args:
             operator: as in last_of.
@@ -137,6 +149,7 @@ def make_records(
         "notify0": notifies[:, 0],
         "notify1": notifies[:, 1],
         "task": np.arange(graph.tasks),
+        **dict(zip(("spread", "classes", "stride0", "stride1"), graph.by_item[graph.operator].T, strict=True)),
     }
     records = np.zeros((graph.tasks, RECORD_WIDTH), np.int32)
     for name, column in columns.items():

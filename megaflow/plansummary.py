@@ -40,6 +40,18 @@ class OperatorLine:
 
 
 @dataclass(frozen=True)
+class CoarseWait:
+    """An operator that waits for all tiles of another, though each of its tiles needs some: which, a partition says."""
+
+    consumer: str
+    producer: str
+
+    def __str__(self) -> str:
+        which = "which of its tiles a tile needs is known on the device only"
+        return f"{self.consumer} waits for all of {self.producer}: {which}"
+
+
+@dataclass(frozen=True)
 class Range:
     """Least, mean and most of something that each worker has."""
 
@@ -65,6 +77,8 @@ class PlanSummary:
         alike: the layers of each sort, which are cut alike.
         next_layer: the first operator of the first layer that is not in `lines`; None if all are.
         operators, tasks, events, edges: how many there are in all.
+        coarse: those waits of the operators in `lines` for which more ends than is needed.
+        created: which operators in `lines` have tasks that are created at run time.
         waits, waits_left: waits of all tasks, and those that the schedule did not drop.
         queue_length, worker_bytes: by worker, tasks and bytes; None if dynamic: decided at run time.
         conflicts: pairs of tiles that touch the same elements, whose order was proved.
@@ -75,6 +89,8 @@ class PlanSummary:
     layers: int
     alike: tuple[tuple[int, ...], ...]
     next_layer: OperatorLine | None
+    coarse: tuple[CoarseWait, ...]
+    created: tuple[str, ...]
     operators: int
     tasks: int
     events: int
@@ -100,6 +116,17 @@ def operator_line(graph: TaskGraph, number: int) -> OperatorLine:
             waits.append(Wait(producers, tensor.shape, int(need.min()), int(need.max())))
     full = op.tiles if op.expected is None else op.tiles * op.expected / op.grid[0]
     return OperatorLine(op.name, op.grid, op.tiles, round(full * op.tile_bytes), tuple(waits))
+
+
+def coarse_waits(graph: TaskGraph) -> list[CoarseWait]:
+    """The waits for operators with a routing that are not item by item, where it could matter."""
+    found = []
+    for edge in graph.edges:
+        producer = graph.operators[edge.producer]
+        plain = producer.routing is not None and not graph.created[edge.producer]
+        if plain and producer.grid[0] > edge.axes[0].count == 1:
+            found.append(CoarseWait(graph.operators[edge.consumer].name, producer.name))
+    return found
 
 
 def layer_sorts(operators: Sequence[TiledOperator]) -> tuple[tuple[int, ...], ...]:
@@ -140,11 +167,15 @@ def summarise(plan: Plan, layers: int, planning_ms: float) -> PlanSummary:
         queued = np.where(plan.is_task, graph.task_bytes()[plan.column("task")], 0)[: len(worker)]
         loads = np.bincount(worker, queued, plan.workers).astype(np.int64)
         queue_length, worker_bytes = Range.of(tasks), Range.of(loads)
+    lines = tuple(operator_line(graph, i) for i in range(len(names)) if i not in later)
+    listed = {line.name for line in lines}
     return PlanSummary(
-        lines=tuple(operator_line(graph, i) for i in range(len(names)) if i not in later),
+        lines=lines,
         layers=layers,
         alike=alike,
         next_layer=operator_line(graph, later[0]) if later else None,
+        coarse=tuple(wait for wait in coarse_waits(graph) if wait.consumer in listed),
+        created=tuple(names[i] for i in np.flatnonzero(graph.created) if names[i] in listed),
         operators=len(names),
         tasks=graph.tasks,
         events=len(graph.event_need),
@@ -185,9 +216,14 @@ def print_summary(summary: PlanSummary) -> None:
             for first, *others in summary.alike:
                 if others:
                     typer.echo(f"{in_words(others)}: as layer {first}{next_waits(summary, others)}")
+    typer.echo()
+    for wait in summary.coarse:
+        typer.echo(f"coarsened: {wait}")
+    if summary.created:
+        typer.echo(f"created at run time, for the groups that a step has: tasks of {', '.join(summary.created)}")
     run_time = "decided at run time"
     typer.echo(
-        f"\n{summary.operators:,} operators, {summary.tasks:,} tasks, {summary.events:,} events, "
+        f"{summary.operators:,} operators, {summary.tasks:,} tasks, {summary.events:,} events, "
         f"{summary.edges:,} edges\n"
         f"waits: {summary.waits_left:,} of {summary.waits:,} left after pruning\n"
         f"queue length: {summary.queue_length or run_time}\n"

@@ -3,10 +3,13 @@
 A tile is a point of its operator's grid. In each dimension of a tensor it covers an interval that either
 moves with one grid axis or does not move at all, so the region of a tile is a box and two tiles conflict when
 their boxes overlap. Events are derived from this alone (megaflow.events).
+
+One thing the host may not know: which rows of a tensor belong to which tile, where a run-time partition of the rows
+(Routing) decides it. Such a span is marked; what meets what then follows from the partition's properties.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,10 +17,35 @@ LAYER = re.compile(r"layers\.(\d+)\.")  # the beginning of the names of operator
 
 
 @dataclass(frozen=True)
+class Routing:
+    """A partition of items into groups that tasks make at run time.
+
+    Group g, of those below the count, has the items that `items` lists from indptr[g] to indptr[g + 1]. Each item is in
+    one group, and each group below the count has an item.
+
+    Attributes:
+        count, indptr, items: names of the int32 tensors [1], [groups + 1], [number].
+        groups: the most groups that there can be.
+        number: of items.
+    """
+
+    count: str
+    indptr: str
+    items: str
+    groups: int
+    number: int
+
+    @property
+    def tensors(self) -> tuple[str, str, str]:
+        return self.count, self.indptr, self.items
+
+
+@dataclass(frozen=True)
 class Span:
     """Tile coordinate i on `axis` covers [offset + i * step, offset + i * step + length), in elements.
 
-    With `axis` None the interval is the same for every tile. Nothing from `stop` on is covered.
+    With `axis` None the interval is the same for every tile. Nothing from `stop` on is covered. With `routing` a tile
+    covers those elements of the interval that are items of its group.
     """
 
     axis: int | None
@@ -25,6 +53,7 @@ class Span:
     step: int = 0
     offset: int = 0
     stop: int | None = None
+    routing: Routing | None = None
 
     @staticmethod
     def tiles(axis: int, size: int) -> "Span":
@@ -36,6 +65,11 @@ class Span:
         """All `extent` elements, for every tile."""
         return Span(None, extent)
 
+    @staticmethod
+    def routed(routing: Routing) -> "Span":
+        """The items of a tile's group, which is its coordinate on the first axis."""
+        return Span(0, routing.number, routing=routing)
+
     def bounds(self, grid: tuple[int, ...], extent: int) -> tuple[np.ndarray, np.ndarray]:
         """First and one-past-last element for each coordinate of `axis`, clipped to the dimension's extent."""
         n = 1 if self.axis is None else grid[self.axis]
@@ -44,7 +78,7 @@ class Span:
         return np.clip(start, 0, last), np.clip(start + self.length, 0, last)
 
     def at(self, tile: tuple[int, ...], extent: int) -> slice:
-        """The interval of one tile, clipped to the dimension's extent."""
+        """The interval of one tile, clipped to the dimension's extent; with `routing` it covers a part of that."""
         last = extent if self.stop is None else min(self.stop, extent)
         start = self.offset + (0 if self.axis is None else tile[self.axis] * self.step)
         return slice(min(start, last), min(start + self.length, last))
@@ -60,13 +94,25 @@ class Access:
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.spans), (self.tensor, self.shape, self.spans)
+        for extent, span in zip(self.shape, self.spans, strict=True):
+            assert span.routing is None or span.routing.number == extent, (self.tensor, extent, span.routing)
 
     def at(self, tile: tuple[int, ...]) -> tuple[slice, ...]:
-        """What one tile touches."""
+        """What one tile touches, whatever the items of its group."""
         return tuple(span.at(tile, extent) for span, extent in zip(self.spans, self.shape, strict=True))
 
+    @property
+    def routed(self) -> bool:
+        """Whether a run-time partition decides what a tile touches."""
+        return any(span.routing for span in self.spans)
+
+    def anywhere(self) -> "Access":
+        """The same, but a tile may touch the items of any group."""
+        spans = zip(self.spans, self.shape, strict=True)
+        return replace(self, spans=tuple(Span.whole(extent) if span.routing else span for span, extent in spans))
+
     def box(self, grid: tuple[int, ...]) -> "Box":
-        """What all tiles together touch."""
+        """What all tiles together touch; each item of a routing has a tile."""
         intervals, whole = [], True
         for extent, span in zip(self.shape, self.spans, strict=True):
             start, stop = span.bounds(grid, extent)
@@ -131,6 +177,8 @@ class TiledOperator:
         readers: tiles that read the same bytes side by side, so that device memory serves one and L2 the others.
         source: name of the operator in the logical graph, where `name` is that of a part of it.
         part: the sequences that the tiles are for, None for the whole batch.
+        routing: where the first axis runs over the groups of a run-time partition: tiles of groups from its count on
+            do nothing. The tiles read its tensors.
     """
 
     name: str
@@ -147,6 +195,14 @@ class TiledOperator:
     readers: int = 1
     source: str = ""
     part: MicroBatch | None = None
+    routing: Routing | None = None
+
+    def __post_init__(self) -> None:
+        routings = {span.routing for access in self.reads + self.writes for span in access.spans} - {None}
+        assert routings <= {self.routing}, (self.name, routings)
+        if self.routing is not None:
+            assert self.grid[0] == self.routing.groups, (self.name, self.grid, self.routing)
+            assert {*self.routing.tensors} <= {access.tensor for access in self.reads}, (self.name, self.routing)
 
     @property
     def tiles(self) -> int:
@@ -172,14 +228,16 @@ def overlap(
 ) -> list[np.ndarray]:
     """For each dimension, bool [producer coordinates, consumer coordinates]: do the two intervals meet?
 
-    A tile pair conflicts when every dimension says yes for the coordinates of its axes.
+    A tile pair conflicts when every dimension says yes for the coordinates of its axes. Two tiles with the same routing
+    have common items where their groups are equal (the caller knows that it is the same partition, too).
     """
     assert producer.tensor == consumer.tensor and producer.shape == consumer.shape
     meets = []
     for extent, p, c in zip(producer.shape, producer.spans, consumer.spans, strict=True):
+        if p.routing is not None and p.routing == c.routing:
+            meets.append(np.eye(p.routing.groups, dtype=bool))
+            continue
         p_start, p_stop = p.bounds(producer_grid, extent)
         c_start, c_stop = c.bounds(consumer_grid, extent)
-        meets.append(
-            np.maximum(p_start[:, None], c_start[None]) < np.minimum(p_stop[:, None], c_stop[None])
-        )
+        meets.append(np.maximum(p_start[:, None], c_start[None]) < np.minimum(p_stop[:, None], c_stop[None]))
     return meets

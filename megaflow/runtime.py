@@ -13,10 +13,17 @@ from megaflow.errors import BackendError, DeadlockError
 from megaflow.kernel import fingerprint, megakernel
 from megaflow.kinds import ROW_WIDTH, KernelConfig
 from megaflow.plan import Plan
+from megaflow.records import OF_GROUP
 from megaflow.stamps import STAMP_WIDTH
 
 WARPS = 4
+MOST_REGISTERS = 255  # of a thread; else ptxas may put numbers away to fit more workers on an SM than there will be
 WAIT_TIMEOUT_S = 1.0
+
+
+def compile_options(creates_tasks: bool) -> dict[str, int]:
+    """What the kernel is compiled with, for plans that create tasks at run time or others."""
+    return {"num_warps": WARPS} | ({"maxnreg": MOST_REGISTERS} if creates_tasks else {})
 
 
 class LoadedPlan:
@@ -68,6 +75,7 @@ class LoadedPlan:
             put(plan.triggers_of), put(plan.triggers), put(plan.wait_count), self._arrivals, put(plan.initial),
             self._queues, self._tickets, control,
         )  # fmt: skip
+        self._bounds = put(plan.bounds) if plan.creates_tasks else None
         self.reset()
 
     def reset(self) -> None:
@@ -95,12 +103,13 @@ class LoadedPlan:
         assert isinstance(steps, int) and steps >= 1, steps
         assert plan.graph.tasks * steps < 2**31, "tickets are int32"
         assert stamps is None or stamps.shape == (steps, plan.graph.tasks, STAMP_WIDTH)
-        options = {} if interpreted() else {"num_warps": WARPS, "launch_cooperative_grid": True}
+        options = {} if interpreted() else compile_options(plan.creates_tasks) | {"launch_cooperative_grid": True}
         try:
             with torch.cuda.device_of(self._control):
                 megakernel[(plan.workers,)](
                     *self._arrays,
                     stamps,
+                    self._bounds,
                     plan.graph.tasks,
                     len(plan.initial),
                     plan.graph.final_event,
@@ -178,7 +187,11 @@ class LoadedPlan:
         need = plan.event_need.astype(np.int64)
         final = plan.graph.final_event
         step = epoch + (int(counters[final]) - epoch * int(need[final])) // int(need[final]) + 1
-        incomplete = counters < need * step
+        wanted = need * step
+        if plan.creates_tasks:  # an event of a group counts from 0; nobody waits for that of a group that is not there
+            of_group = plan.bounds[:, 0] == OF_GROUP
+            wanted[of_group] = np.where(counters > 0, need, 0)[of_group]
+        incomplete = counters < wanted
         stuck = (incomplete[plan.graph.waits] & (plan.graph.waits >= 0)).any(1)
         if not stuck.any():
             return "no event is incomplete; the launch was abandoned"
@@ -187,7 +200,7 @@ class LoadedPlan:
         event = next(int(e) for e in plan.graph.waits[task] if e >= 0 and incomplete[e])
         return (
             f"first in line is {plan.graph.task_name(task)}, which waits for event {plan.event_name(event)}: "
-            f"seen {counters[event]}, needed {need[event] * step}; the launch was abandoned"
+            f"seen {counters[event]}, needed {wanted[event]}; the launch was abandoned"
         )
 
 

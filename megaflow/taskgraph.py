@@ -3,6 +3,10 @@
 Edges come from conflicts: read-after-write, write-after-read and write-after-write on every tensor, in program
 order. An edge that other edges already imply is dropped, so that in a chain of operators each tile has one wait.
 Steps follow each other without a reset: nothing starts before the final event of the step before.
+
+Tiles of groups that a run-time partition lacks (regions.Routing) are tasks that do nothing; or, if the plan can do so,
+tasks are created at run time and those are not. Each operator with such tasks waits for one event: what releases a task
+is then one of its group's, which its producers' tasks notify if they are created, too; or it is for all groups.
 """
 
 from collections import defaultdict
@@ -12,26 +16,12 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from megaflow.errors import PlanError
 from megaflow.events import NONE, Edge, edge_axes
+from megaflow.eventtable import EventTable, EventTensor
 from megaflow.orders import KnownOrders
-from megaflow.regions import Access, Box, TiledOperator
+from megaflow.regions import Access, Box, Routing, TiledOperator
 
 MAX_WAITS = 2
-MAX_NOTIFIES = 2
-
-
-@dataclass(frozen=True)
-class EventTensor:
-    """Counters that the tiles of some operators notify: `size` events from number `first`."""
-
-    producers: tuple[int, ...]
-    shape: tuple[int, ...]
-    first: int
-
-    @property
-    def size(self) -> int:
-        return int(np.prod(self.shape))
 
 
 @dataclass(frozen=True)
@@ -46,6 +36,9 @@ class TaskGraph:
         waits: int32 [N, MAX_WAITS], event numbers or NONE.
         notifies: int32 [N, MAX_NOTIFIES], event numbers or NONE.
         final_event: complete when everything in the step is.
+        created: bool [operators], whose tasks are created at run time.
+        released_at_once: bool [operators], which of those one event releases for all groups, not each group's own.
+        by_item: int32 [operators, 4], the fields spread, classes, stride0 and stride1 of the operator's records.
     """
 
     operators: tuple[TiledOperator, ...]
@@ -57,6 +50,9 @@ class TaskGraph:
     waits: np.ndarray
     notifies: np.ndarray
     final_event: int
+    created: np.ndarray
+    released_at_once: np.ndarray
+    by_item: np.ndarray
 
     @property
     def tasks(self) -> int:
@@ -82,11 +78,31 @@ class TaskGraph:
         return f"{'+'.join(self.operators[p].name for p in tensor.producers)}{[int(i) for i in index]}"
 
 
+def list_writers(operators: Sequence[TiledOperator]) -> list[tuple[int, ...]]:
+    """For each operator the latest earlier ones that write the tensors of its routing: () if none does or it has none.
+
+    Operators of which this is equal, and the routing too, have the same partition.
+    """
+    latest: dict[str, int] = {}
+    writers = []
+    for index, op in enumerate(operators):
+        tensors = op.routing.tensors if op.routing else ()
+        writers.append(tuple(latest[tensor] for tensor in tensors if tensor in latest))
+        latest |= {access.tensor: index for access in op.writes}
+    return writers
+
+
 def program_conflicts(operators: Sequence[TiledOperator]) -> list[dict[int, list[tuple[Access, Access]]]]:
     """For each operator, the accesses of earlier operators that it must come after, by earlier operator.
 
-    A write that covers what an earlier access touches hides it: what came before is ordered through the write.
+    A write that covers what an earlier access touches hides it: what came before is ordered through the write. Where
+    both accesses of a pair have a routing, it is of the same partition.
     """
+    writers = list_writers(operators)
+
+    def partition(index: int) -> tuple[Routing | None, tuple[int, ...]]:
+        return operators[index].routing, writers[index]
+
     box_of = cache(Access.box)  # layers repeat each other
     writes: dict[str, list[tuple[int, Access, Box]]] = defaultdict(list)
     reads: dict[str, list[tuple[int, Access, Box]]] = defaultdict(list)
@@ -98,7 +114,11 @@ def program_conflicts(operators: Sequence[TiledOperator]) -> list[dict[int, list
         for access, known in after:
             box = box_of(access, op.grid)
             for earlier, other, other_box in known:
-                if box.meets(other_box):
+                if not box.meets(other_box):
+                    continue
+                if access.routed and other.routed and partition(earlier) != partition(index):
+                    found[earlier].append((other.anywhere(), access))
+                else:
                     found[earlier].append((other, access))
         for access in op.writes:
             box = box_of(access, op.grid)
@@ -111,14 +131,19 @@ def program_conflicts(operators: Sequence[TiledOperator]) -> list[dict[int, list
     return conflicts
 
 
-def kept_edges(operators: Sequence[TiledOperator]) -> list[list[Edge]]:
-    """For each operator the edges into it that no other edges imply."""
+def kept_edges(operators: Sequence[TiledOperator], created: Sequence[Routing | None]) -> list[list[Edge]]:
+    """For each operator the edges into it that no other edges imply.
+
+    Args:
+        created: the routing of operators whose tasks are created at run time, None for others.
+    """
     orders = KnownOrders()
     axes_of = cache(edge_axes)  # layers repeat each other, so most edges have been derived before
     for index, conflicts in enumerate(program_conflicts(operators)):
         kept: list[Edge] = []
         for earlier in sorted(conflicts, reverse=True):
-            axes = axes_of(operators[earlier].grid, operators[index].grid, tuple(conflicts[earlier]))
+            grids = operators[earlier].grid, operators[index].grid
+            axes = axes_of(*grids, tuple(conflicts[earlier]), created[earlier], created[index])
             if axes is not None and not orders.implied(edge := Edge(earlier, index, axes), kept):
                 kept.append(edge)
         orders.add(kept)
@@ -141,72 +166,32 @@ def terminal_operators(edges_into: Sequence[Sequence[Edge]]) -> tuple[int, ...]:
     return tuple(reversed(terminals))
 
 
-class EventTable:
-    """The event tensors so far and which tasks notify them."""
-
-    def __init__(self, operators: Sequence[TiledOperator]) -> None:
-        self._operators = operators
-        self.tensors: list[EventTensor] = []
-        self.needs: list[np.ndarray] = []
-        self.notifies = [np.full((op.tiles, MAX_NOTIFIES), NONE, np.int32) for op in operators]
-        self._used = [0] * len(operators)
-        self._known: dict[tuple[int, ...], list[tuple[EventTensor, np.ndarray]]] = defaultdict(list)
-
-    def add(self, producers: tuple[int, ...], shape: tuple[int, ...], index: np.ndarray) -> EventTensor:
-        """The event tensor that the producers' tiles, one operator after the other, notify as `index` says.
-
-        Equal ones are shared.
-
-        Raises:
-            PlanError: if a producer notifies MAX_NOTIFIES event tensors already.
-        """
-        for tensor, known in self._known[producers]:
-            if tensor.shape == shape and np.array_equal(known, index):
-                return tensor
-        first = self.tensors[-1].first + self.tensors[-1].size if self.tensors else 0
-        tensor = EventTensor(producers, shape, first)
-        events = np.where(index == NONE, NONE, index + first)
-        start = 0
-        for producer in producers:
-            if self._used[producer] == MAX_NOTIFIES:
-                raise PlanError(
-                    f"operator {self._operators[producer].name} would notify more than {MAX_NOTIFIES} event tensors; "
-                    "let its consumers read it in the same tiles"
-                )
-            tiles = self._operators[producer].tiles
-            self.notifies[producer][:, self._used[producer]] = events[start : start + tiles]
-            self._used[producer] += 1
-            start += tiles
-        self.tensors.append(tensor)
-        self.needs.append(np.bincount(index[index != NONE], minlength=tensor.size))
-        self._known[producers].append((tensor, index))
-        return tensor
-
-    def add_joint(self, producers: tuple[int, ...]) -> EventTensor:
-        """One event for all tiles of several operators."""
-        return self.add(producers, (), np.zeros(sum(self._operators[p].tiles for p in producers), np.int64))
-
-
-def build_task_graph(operators: Sequence[TiledOperator]) -> TaskGraph:
+def build_task_graph(operators: Sequence[TiledOperator], at_run_time: bool = False) -> TaskGraph:
     """Derive edges and events and lay all tiles out as arrays.
 
     An operator that depends on more than MAX_WAITS others waits for one event that all of them notify.
 
+    Args:
+        at_run_time: tasks of operators with a routing are created at run time, if the step makes the partition.
     Raises:
         PlanError: if an operator would need more notifies than a record holds.
     """
-    edges_into = kept_edges(operators)
+    writers = list_writers(operators)
+    created = [op.routing if at_run_time and made else None for op, made in zip(operators, writers, strict=True)]
+    edges_into = kept_edges(operators, created)
     coordinates = [op.coordinates() for op in operators]
     waits = [np.full((op.tiles, MAX_WAITS), NONE, np.int32) for op in operators]
-    table = EventTable(operators)
+    released_at_once = np.array([routing is not None for routing in created])
+    table = EventTable(operators, created)
     for consumer, edges in enumerate(edges_into):
-        if len(edges) > MAX_WAITS:
+        if len(edges) > (MAX_WAITS if created[consumer] is None else 1):
             waits[consumer][:, 0] = table.add_joint(tuple(sorted(edge.producer for edge in edges))).first
             continue
-        for column, edge in enumerate(edges):
-            tensor = table.add((edge.producer,), edge.shape, edge.notified(coordinates[edge.producer]))
+        for column, derived in enumerate(edges):
+            edge, tensor = table.add(derived)
             waited = edge.waited(coordinates[consumer])
             waits[consumer][:, column] = np.where(waited == NONE, NONE, waited + tensor.first)
+            released_at_once[consumer] &= not tensor.of_group
 
     final = table.add_joint(terminal_operators(edges_into))
     event_need = np.concatenate(table.needs).astype(np.int32)
@@ -222,4 +207,7 @@ def build_task_graph(operators: Sequence[TiledOperator]) -> TaskGraph:
         waits=all_waits,
         notifies=np.concatenate(table.notifies),
         final_event=final.first,
+        created=np.array([routing is not None for routing in created]),
+        released_at_once=released_at_once,
+        by_item=table.by_item,
     )

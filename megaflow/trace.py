@@ -18,7 +18,7 @@ class OperatorTime:
     """What one operator, in all its layers, took in a step: the average of the traced steps. Times are in Trace.unit.
 
     Attributes:
-        name: of the operator, without its layer. tiles: its tasks in a step.
+        name: of the operator, without its layer. tiles: its tasks in a step that ran, the mean of the steps.
         time: the workers' time for its tasks, from the end of the task before, divided by the number of workers.
         take, prepare, wait, run: what share of `time` went into each phase; together 1.
         active: from its first run_start to its last end, the layers' added up; other operators may overlap with it.
@@ -85,10 +85,11 @@ class Trace:
             by_task = {name: length.sum(0) / launch.plan.workers for name, length in launch.phases().items()}
             found = {name: np.bincount(graph.operator, length) for name, length in by_task.items()}
             found["active"] = launch.active().sum(0)
+            tiles = np.bincount(graph.operator, launch.ran.sum(0))
             for i, op in enumerate(graph.operators):
                 row = sums.setdefault(kind_of(op), defaultdict(float))
-                row["tiles"] += op.tiles * launch.steps
-                row["bytes"] += op.tiles * op.tile_bytes * launch.steps
+                row["tiles"] += tiles[i]
+                row["bytes"] += tiles[i] * op.tile_bytes
                 for name, values in found.items():
                     row[name] += float(values[i]) / self._scale
                 if op.irregular:

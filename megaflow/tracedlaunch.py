@@ -13,6 +13,7 @@ from megaflow.regions import TiledOperator
 from megaflow.stamps import SM_SHIFT, STAMP_FIELDS
 
 PHASES = ("take", "prepare", "wait", "run")
+NOWHERE = -1
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class TracedLaunch:
     Attributes:
         start: when the worker had taken the task; wait_start: when it began to wait for the inputs; run_start: when
             they were there; end: when all was written. In ns of the GPU's global timer, in the interpreter in ticks.
-        worker, sm: where the task ran.
+        worker, sm: where the task ran. A task that was not created at run time has worker -1, and all its times are
+            those of the launch's first start.
     """
 
     plan: Plan
@@ -38,7 +40,17 @@ class TracedLaunch:
         """From the kernel's stamps, int64 [S, N, STAMP_WIDTH]."""
         field = {name: stamps[..., i] for i, name in enumerate(STAMP_FIELDS)}
         place = field.pop("place")
-        return TracedLaunch(plan, **field, worker=place & (1 << SM_SHIFT) - 1, sm=place >> SM_SHIFT)
+        ran = field["end"] > 0
+        first = field["start"][ran].min()
+        times = {name: np.where(ran, time, first) for name, time in field.items()}
+        return TracedLaunch(
+            plan, **times, worker=np.where(ran, place & (1 << SM_SHIFT) - 1, NOWHERE), sm=place >> SM_SHIFT
+        )
+
+    @property
+    def ran(self) -> np.ndarray:
+        """Which tasks ran, bool [S, N]."""
+        return self.worker != NOWHERE
 
     @property
     def steps(self) -> int:
@@ -65,7 +77,9 @@ class TracedLaunch:
     def active(self) -> np.ndarray:
         """int64 [S, operators]: from the first run_start of an operator's tasks to their last end."""
         first = self.plan.graph.first_task[:-1]
-        return np.maximum.reduceat(self.end, first, 1) - np.minimum.reduceat(self.run_start, first, 1)
+        ended = np.maximum.reduceat(self.end, first, 1)
+        began = np.minimum.reduceat(np.where(self.ran, self.run_start, self.end.max()), first, 1)
+        return ended - np.minimum(began, ended)
 
 
 def kind_of(op: TiledOperator) -> str:

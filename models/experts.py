@@ -77,8 +77,8 @@ def sparse_mlp(g: Graph, model: Geometry, name: Names, stream: Stream, gamma: Te
     g.add(name("expert_gate_up"), "expert_linear", into | lists, {"out": middle}, epilogue="silu")
     g.add(name("expert_down"), "expert_linear", {"x": middle, "weight": down, **lists}, {"out": out}, epilogue="store")
     after = stream.after(Tensor("ssq_combined", (BATCH, combine_parts(hidden)), "float32"))
-    combined = {"expert_out": out, "weights": chosen["weights"], "active": lists["active"], "h": stream.h}
-    g.add(name("combine"), "combine", combined | {"gamma": gamma} | shared, after.outputs())
+    combined = {"expert_out": out, "weights": chosen["weights"], "h": stream.h, "gamma": gamma, **shared}
+    g.add(name("combine"), "combine", combined, after.outputs())
     return after
 
 

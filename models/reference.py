@@ -92,7 +92,7 @@ class ReferenceVM:
         self.buffers["generated"].fill_(poison_of(torch.int32))
         self.buffers["stop_step"] = torch.zeros_like(self.buffers["unfinished"])
         self._step = -1
-        run_plan(self._plan, steps, choose or random.Random(0).randrange, self._execute)
+        run_plan(self._plan, steps, choose or random.Random(0).randrange, self._execute, self._read)
         done = int(self.buffers["stop_step"]) or steps
         chosen = self.buffers["generated"][: decoder.batch, :done].long()
         return chosen[:, :0] if (chosen == poison_of(torch.int32)).any() else chosen
@@ -104,9 +104,10 @@ class ReferenceVM:
             self._versions.start_step()
         graph = self._plan.graph
         number, at = int(graph.operator[task]), tuple(graph.coordinates[task].tolist())
-        self._versions.read(number, at)
+        items = self._items(number, at[0])
+        self._versions.read(number, at, items)
         tile = run_tile(self._tile(number, at))
-        self._versions.written(number, at)
+        self._versions.written(number, at, items)
         for name, place in tile.written:
             values = self.buffers[name][place]
             if (~values.isfinite() if values.is_floating_point() else values == poison_of(values.dtype)).any():
@@ -114,6 +115,17 @@ class ReferenceVM:
                     f"{graph.task_name(task)} left a value in {name} that is not finite: it read what no tile had "
                     "written, or the weights are not finite"
                 )
+
+    def _read(self, name: str) -> list[int]:
+        return self.buffers[name].tolist()
+
+    def _items(self, number: int, group: int) -> list[int]:
+        """The items of a group, none where the operator has no routing or the partition no such group."""
+        routing = self._operators[number].routing
+        if routing is None or group >= self._read(routing.count)[0]:
+            return []
+        begin, end = self._read(routing.indptr)[group : group + 2]
+        return self._read(routing.items)[begin:end]
 
     def _tile(self, number: int, at: tuple[int, int, int]) -> Tile:
         tiled = self._operators[number]
@@ -134,7 +146,8 @@ def poison_of(dtype: torch.dtype) -> float | int:
 def poison(operators: Sequence[TiledOperator], buffers: Mapping[str, torch.Tensor]) -> None:
     """Overwrite all that the operators' tiles will write before it is read.
 
-    Padding stays zero, since linear layers read it, and so does what one step hands to the next.
+    Padding stays zero, since linear layers read it, and so does what one step hands to the next. A partition must be
+    one, since tasks are created by it even where those that make it are left out: it gets one group of all items.
     """
     written: set[str] = set()
     handed_on = set()  # read before it is written: by the step before
@@ -148,6 +161,10 @@ def poison(operators: Sequence[TiledOperator], buffers: Mapping[str, torch.Tenso
             if access.tensor not in handed_on and access.tensor not in WORKSPACE:
                 buffer = buffers[access.tensor]
                 buffer[access.box(op.grid).slices] = poison_of(buffer.dtype)
+    for routing in {op.routing for op in operators if op.routing}:
+        buffers[routing.count][0] = 1
+        buffers[routing.indptr][:2] = torch.tensor([0, routing.number])
+        buffers[routing.items][: routing.number] = torch.arange(routing.number)
 
 
 def stop_point(model: Geometry, stop_after: str | None, layers: int | None) -> str | None:

@@ -12,10 +12,11 @@ import numpy as np
 
 from megaflow.errors import ScheduleError
 from megaflow.events import NONE
+from megaflow.eventtable import MAX_NOTIFIES
 from megaflow.plan import Plan, make_records
 from megaflow.records import DRAIN, FIELDS, RECORD_WIDTH
 from megaflow.scheduler.context import Placement
-from megaflow.taskgraph import MAX_NOTIFIES, TaskGraph
+from megaflow.taskgraph import TaskGraph
 
 ANYBODY = -1
 

@@ -10,18 +10,21 @@ from collections.abc import Callable
 from megaflow.errors import DeadlockError
 from megaflow.plan import Plan
 from megaflow.records import DRAIN, FIELDS, NOTHING
+from megaflow.scheduler.created import CreatedTasks, ReadTensor, no_tensors
 
 Choose = Callable[[int], int]  # picks one of n workers (or ready tasks) that could go on
 Execute = Callable[[int, int], None]  # (task of the task graph, step from 0)
 
 
-def run_plan(plan: Plan, steps: int, choose: Choose, execute: Execute) -> None:
+def run_plan(plan: Plan, steps: int, choose: Choose, execute: Execute, read: ReadTensor = no_tensors) -> None:
     """Run all tasks of `steps` steps, but for those that Plan.stopped_after leaves out.
 
+    Args:
+        read: how to read the partitions by which tasks are created at run time.
     Raises:
         DeadlockError: tasks are left, but no worker can go on.
     """
-    vm = DynamicVM(plan, steps) if plan.dynamic else QueueVM(plan, steps)
+    vm = DynamicVM(plan, steps, read) if plan.dynamic else QueueVM(plan, steps)
     while able := vm.able():
         vm.advance(able[choose(len(able))], execute)
     vm.check_done()
@@ -39,12 +42,11 @@ class Counters:
     def complete(self, event: int, need: int, step: int) -> bool:
         return event < 0 or self.seen[event] >= need * (step + 1)
 
-    def notify(self, record: dict[str, int]) -> list[int]:
-        """Count what a record notifies. Returns those events."""
-        events = [e for e in (record["notify0"], record["notify1"]) if e >= 0]
-        for event in events:
-            self.seen[event] += 1
-        return events
+    def notify(self, record: dict[str, int]) -> None:
+        """Count what a record notifies."""
+        for event in (record["notify0"], record["notify1"]):
+            if event >= 0:
+                self.seen[event] += 1
 
 
 class QueueVM:
@@ -108,13 +110,15 @@ class QueueVM:
 class DynamicVM:
     """Tasks that are released by events; any ready one may be next."""
 
-    def __init__(self, plan: Plan, steps: int) -> None:
+    def __init__(self, plan: Plan, steps: int, read: ReadTensor = no_tensors) -> None:
         self._plan = plan
         self._steps = steps
         self._counters = Counters(plan)
+        self._created = CreatedTasks(plan, read)
         self._arrivals = [0] * plan.graph.tasks
         self._ready = [(int(task), 0) for task in plan.initial]
-        self._left = plan.graph.tasks * steps
+        self._in_every_step = ~plan.graph.created[plan.graph.operator]
+        self._left = int(self._in_every_step.sum()) * steps
 
     def able(self) -> list[int]:
         """Places in the list of ready tasks."""
@@ -126,20 +130,36 @@ class DynamicVM:
         record = self._counters.records[task]
         if record["kind"] != NOTHING:
             execute(record["task"], step)
-        self._left -= 1
-        for event in self._counters.notify(record):
-            if self._counters.seen[event] != self._counters.need[event] * (step + 1):
-                continue
-            next_step = step + (event == self._plan.graph.final_event)
-            if next_step == self._steps:
-                continue
-            first, last = self._plan.triggers_of[event : event + 2]
-            for released in self._plan.triggers[first:last].tolist():
-                self._arrivals[released] += 1
-                waits = int(self._plan.wait_count[released])
-                if waits == 1 or self._arrivals[released] == waits * (step + 1):
-                    self._ready.append((released, next_step))
+        self._left -= int(self._in_every_step[task])
+        for event, times in self._created.notified(record):
+            if self._completes(event, times, step):
+                self._release(event, step + (event == self._plan.graph.final_event))
+
+    def _completes(self, event: int, times: int, step: int) -> bool:
+        """Count notifies of an event. Returns whether these complete it."""
+        seen, need = self._counters.seen, self._counters.need[event]
+        seen[event] += times
+        if not self._created.of_group(event):
+            return seen[event] == need * (step + 1)
+        complete = seen[event] == need
+        if complete:
+            seen[event] = 0
+        return complete
+
+    def _release(self, event: int, step: int) -> None:
+        if step == self._steps:
+            return
+        for task in self._created.released(event):
+            self._arrivals[task] += 1
+            waits = int(self._plan.wait_count[task])
+            if waits == 1 or self._arrivals[task] == waits * (step + (event != self._plan.graph.final_event)):
+                self._ready.append((task, step))
 
     def check_done(self) -> None:
-        if self._left:
-            raise DeadlockError(f"no task is ready, but {self._left} are left")
+        final = self._plan.graph.final_event
+        ended = self._counters.complete(final, self._counters.need[final], self._steps - 1)
+        if self._left or not ended:
+            raise DeadlockError(
+                f"no task is ready, but the last step has {'ended' if ended else 'not ended'} and of the "
+                f"tasks that are in every step {self._left} are left"
+            )

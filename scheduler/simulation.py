@@ -47,8 +47,8 @@ class Simulation:
     Attributes:
         plan: what was simulated.
         seconds: from the start of the step to the start of the next.
-        worker: int64 [N], who ran each task.
-        start, run, end: float64 [N], when the worker took it, had waited for its events, and had done it.
+        worker: int64 [N], who ran each task, -1 for those that are not created at run time.
+        start, run, end: float64 [N], when the worker took it, had waited for its events, and had done it; 0 for those.
     """
 
     plan: Plan

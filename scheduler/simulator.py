@@ -14,9 +14,10 @@ import numpy as np
 
 from megaflow.errors import DeadlockError
 from megaflow.plan import Plan
-from megaflow.records import DRAIN
+from megaflow.records import DRAIN, FIELDS
 from megaflow.scheduler.bandwidth import NEVER, Bandwidth
 from megaflow.scheduler.costs import H200_COSTS, Costs
+from megaflow.scheduler.created import CreatedTasks, even_partitions
 from megaflow.scheduler.simulation import Simulation
 from megaflow.scheduler.work import Work
 
@@ -49,12 +50,12 @@ class Machine:
         self._agenda: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._planned = 0
         self.task = plan.column("task").tolist()
-        self.notifies = _events(plan, "notify")
         self._loaded_early = [0.0] * plan.workers
         self._running = [False] * plan.workers
         self.record = [-1] * plan.workers  # what each worker has taken
         self._workers = [-1] * plan.graph.tasks
         self._starts, self._runs, self._ends = ([NEVER] * plan.graph.tasks for _ in range(3))
+        self.absent = np.zeros(plan.graph.tasks, bool)  # tasks that are not created
         self._need = plan.event_need.tolist()
         self._seen = [0] * len(self._need)
         self.completed = [NEVER] * len(self._need)
@@ -79,16 +80,18 @@ class Machine:
                 self._loaded(memory.end_next())
             else:
                 break
-        left = self._ends.count(NEVER)
+        times = np.array([self._starts, self._runs, self._ends])
+        times[:, self.absent] = 0
+        left = int((times[2] == NEVER).sum())
         if left or self.completed[self.plan.graph.final_event] == NEVER:
             raise DeadlockError(f"no worker can go on, but {left} tasks are left")
         return Simulation(
             plan=self.plan,
             seconds=self.completed[self.plan.graph.final_event] + self.between_steps(),
             worker=np.array(self._workers, np.int64),
-            start=np.array(self._starts),
-            run=np.array(self._runs),
-            end=np.array(self._ends),
+            start=times[0],
+            run=times[1],
+            end=times[2],
         )
 
     def begin(self) -> None:
@@ -140,9 +143,9 @@ class Machine:
         self._ends[self.task[self.record[worker]]] = self.now
         self.finished(worker)
 
-    def count(self, event: int) -> bool:
-        """Count a notify. Returns whether it completes the event."""
-        self._seen[event] += 1
+    def count(self, event: int, times: int = 1) -> bool:
+        """Count notifies. Returns whether they complete the event."""
+        self._seen[event] += times
         if self._seen[event] < self._need[event]:
             return False
         self.completed[event] = self.now
@@ -166,6 +169,7 @@ class QueueMachine(Machine):
         self._tiles = plan.column("c1").tolist()
         self._number = plan.column("c2").tolist()
         self._waits = _events(plan, "wait")
+        self._notifies = _events(plan, "notify")
         self._waiting = [0] * plan.workers
         self._waiters: list[list[int]] = [[] for _ in plan.event_need]
         self._place = plan.queue_offsets[:-1].tolist()
@@ -221,7 +225,7 @@ class QueueMachine(Machine):
             self.go_on(worker)
 
     def _notify(self, record: int) -> None:
-        for event in self.notifies[record]:
+        for event in self._notifies[record]:
             if self.count(event):
                 for worker in self._waiters[event]:
                     self._waiting[worker] -= 1
@@ -236,7 +240,8 @@ class QueueMachine(Machine):
 class ReadyMachine(Machine):
     """Workers pop ready tasks; the one that completes an event pushes what waited for it.
 
-    Several ready queues are simulated as one.
+    Several ready queues are simulated as one. Where tasks are created at run time, as many groups are there as are
+    likely to be, and the items are dealt out to them evenly.
     """
 
     def __init__(self, plan: Plan, costs: Costs, fill: float) -> None:
@@ -244,6 +249,12 @@ class ReadyMachine(Machine):
         self._ready = deque(plan.initial.tolist())
         self._idle: deque[int] = deque()
         self._left = plan.wait_count.tolist()
+        partitions = even_partitions(plan.graph.operators)
+        self._created = CreatedTasks(plan, partitions.__getitem__)
+        self._fields = [dict(zip(FIELDS, record, strict=True)) for record in plan.records.tolist()]
+        groups = np.array([partitions[op.routing.count][0] if op.routing else 0 for op in plan.graph.operators])
+        operator = plan.graph.operator
+        self.absent = plan.graph.created[operator] & (plan.graph.coordinates[:, 0] >= groups[operator])
 
     def begin(self) -> None:
         for worker in range(self.plan.workers):
@@ -264,20 +275,19 @@ class ReadyMachine(Machine):
         self.at(self.now + seconds + self.costs.start_s, self.go_on, worker)
 
     def finished(self, worker: int) -> None:
-        self.at(self.now + self.costs.atomic_s, self._notify, (worker, 0))
+        events = self._created.notified(self._fields[self.record[worker]])
+        self.at(self.now + self.costs.atomic_s, self._notify, (worker, events))
 
-    def _notify(self, subject: tuple[int, int]) -> None:
-        worker, column = subject
-        events = self.notifies[self.record[worker]]
+    def _notify(self, subject: tuple[int, list[tuple[int, int]]]) -> None:
+        worker, events = subject
         done = self.now
-        if column < len(events) and self.count(events[column]) and events[column] != self.plan.graph.final_event:
-            first, last = self.plan.triggers_of[events[column] : events[column] + 2]
-            released = self.plan.triggers[first:last].tolist()
+        if events and self.count(*events[0]) and events[0][0] != self.plan.graph.final_event:
+            released = self._created.released(events[0][0])
             for i in range(0, len(released), PUSH_WIDTH):
                 done += 3 * self.costs.atomic_s
                 self.at(done, self._push, released[i : i + PUSH_WIDTH])
-        if column + 1 < len(events):
-            self.at(done + self.costs.atomic_s, self._notify, (worker, column + 1))
+        if len(events) > 1:
+            self.at(done + self.costs.atomic_s, self._notify, (worker, events[1:]))
         else:
             self.at(done, self._pop, worker)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megaflow.errors import HazardError
-from megaflow.regions import TiledOperator
+from megaflow.regions import Access, TiledOperator
 
 BEFORE = -1  # written by no operator in this step
 
@@ -25,7 +25,8 @@ class Versions:
         for number, op in enumerate(operators):
             self._wanted.append([self._now[access.tensor].copy() for access in op.reads])
             for tile in op.coordinates().tolist():
-                self.written(number, tuple(tile))
+                for access in op.writes:  # each item of a routing has a tile
+                    self._now[access.tensor][access.at(tuple(tile))] = number
         self.start_step()
 
     def start_step(self) -> None:
@@ -33,11 +34,17 @@ class Versions:
         for writer in self._now.values():
             writer.fill(BEFORE)
 
-    def read(self, number: int, tile: tuple[int, ...]) -> None:
-        """A tile of an operator is about to run. Raises HazardError if what it reads is not what it should be."""
+    def read(self, number: int, tile: tuple[int, ...], items: Sequence[int] = ()) -> None:
+        """A tile of an operator is about to run.
+
+        Args:
+            items: of the tile's group, where the operator has a routing.
+        Raises:
+            HazardError: what it reads is not what it should be.
+        """
         op = self._operators[number]
         for access, wanted in zip(op.reads, self._wanted[number], strict=True):
-            place = access.at(tile)
+            place = _place(access, tile, items)
             now = self._now[access.tensor][place]
             wrong = (now != wanted[place]) & (now != number)  # tiles of one operator are in no order
             if wrong.any():
@@ -47,10 +54,16 @@ class Versions:
                     f"not {self._name(right)}; the plan lacks a wait between them"
                 )
 
-    def written(self, number: int, tile: tuple[int, ...]) -> None:
+    def written(self, number: int, tile: tuple[int, ...], items: Sequence[int] = ()) -> None:
         """A tile of an operator has run."""
         for access in self._operators[number].writes:
-            self._now[access.tensor][access.at(tile)] = number
+            self._now[access.tensor][_place(access, tile, items)] = number
 
     def _name(self, number: int) -> str:
         return "the step before" if number == BEFORE else self._operators[number].name
+
+
+def _place(access: Access, tile: tuple[int, ...], items: Sequence[int]) -> tuple[slice | np.ndarray, ...]:
+    """What a tile touches; items of a routing one by one."""
+    of_group = np.array(items, np.int64)
+    return tuple(of_group if span.routing else at for span, at in zip(access.spans, access.at(tile), strict=True))

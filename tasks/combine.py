@@ -90,9 +90,8 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
     def access(role: str, column: Span) -> Access:
         return Access(op.tensor(role).name, tiling.shape(op, role), (Span.tiles(1, TILE_TOKENS), column))
 
-    # for the order of tasks the rows of expert_out are places in the list of active experts, as for its writer
-    places = tiling.shape(op, "active")[0]
-    expert_out = Access(op.tensor("expert_out").name, (places, width), (Span.whole(places), across))
+    pairs = Span.tiles(1, TILE_TOKENS * slots)
+    expert_out = Access(op.tensor("expert_out").name, (batch * slots, width), (pairs, across))
     reads = [expert_out, access("weights", Span.whole(slots)), access("h", across)]
     summed = slots  # outputs of experts, for each token
     if "shared_out" in op.inputs:

@@ -13,7 +13,7 @@ from megaflow.backend import jit, tl
 from megaflow.device import await_inputs
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, TaskKind, Tiling
-from megaflow.regions import Access, Span, TiledOperator
+from megaflow.regions import Access, Routing, Span, TiledOperator
 from megaflow.tasks.common import by_role, number, pointer, whole_access
 from megaflow.tasks.expert_oracle import oracle, run_tile
 from megaflow.tasks.group import LISTS
@@ -142,14 +142,15 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
 
     whole = partial(whole_access, op, tiling)
 
-    # tensors whose rows are pairs count as [places, width] here: the pairs of a place are known only on the device
-    def by_place(role: str, across: Span) -> Access:
-        width = tiling.shape(op, role)[1]
-        return Access(op.tensor(role).name, (places, width), (Span.tiles(0, 1), across))
+    count, indptr, items = (op.tensor(role).name for role in ("active_count", "indptr", "pairs"))
+    routing = Routing(count, indptr, items, places, pairs)
+
+    def by_expert(role: str, across: Span) -> Access:
+        return Access(op.tensor(role).name, tiling.shape(op, role), (Span.routed(routing), across))
 
     x_rows, x_width = tiling.shape(op, "x")
     by_token = "ssq" in op.inputs
-    reads = [whole("x") if by_token else by_place("x", Span.whole(x_width)), *map(whole, LISTS)]
+    reads = [whole("x") if by_token else by_expert("x", Span.whole(x_width)), *map(whole, LISTS)]
     params = [("run", height // config.rows), ("pairs_per_row", pairs // x_rows)]
     if by_token:
         reads.append(whole("ssq"))
@@ -162,12 +163,13 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
         # the tiles of a place side by side: the empty places are all at the end
         grid=(places, -(-rows // height)),
         reads=tuple(reads),
-        writes=(by_place("out", Span.tiles(1, height // 2 if silu else height)),),
+        writes=(by_expert("out", Span.tiles(1, height // 2 if silu else height)),),
         tile_bytes=height * columns * element_bytes,
         params=tuple(params),
         tile_flops=round(2 * height * columns * pairs / active[0]),
         irregular=True,
         expected=active[0],
+        routing=routing,
     )
 
 

@@ -94,11 +94,12 @@ def reference_tokens(model: PreTrainedModel, prompt: torch.Tensor, new: int, **o
         )[0]
 
 
-def check_tokens(hf: PreTrainedModel, batch: int, new: int = 2) -> None:
+def check_tokens(hf: PreTrainedModel, batch: int, new: int = 2, schedules: tuple[str, ...] = SCHEDULES) -> None:
     """Greedy tokens in all schedules are transformers'."""
-    prompts = [torch.randint(0, hf.config.vocab_size, (n,)) for n in PROMPT_LENGTHS[:batch]]
+    lengths = [PROMPT_LENGTHS[i % len(PROMPT_LENGTHS)] for i in range(batch)]
+    prompts = [torch.randint(0, hf.config.vocab_size, (n,)) for n in lengths]
     wanted = [reference_tokens(hf, p, new)[len(p) :].tolist() for p in prompts]
     model = MegaModel.from_hf(hf, max_batch_size=batch, max_seq_len=32, page_size=16, progress=False)
-    for schedule in SCHEDULES:
+    for schedule in schedules:
         model.set_schedule(schedule)
         assert model.generate(prompts, new)[:, -new:].tolist() == wanted, schedule

@@ -9,6 +9,7 @@ from megaflow.graph import BATCH, Graph, Symbol, Tensor
 from megaflow.kinds import KernelConfig, Tiling
 from megaflow.tasks.linear import row_tiles
 from megaflow.tasks.packing import PackedWeight, padded
+from megaflow.tasks.topk import NO_SLOT
 
 PAIRS, PLACES, BOUNDS, PARTS = map(Symbol, ("pairs", "places", "bounds", "parts"))
 
@@ -45,7 +46,7 @@ class SparseLayers:
             x = {"x": self.normed(i), "ssq": self.ssq(i)}
             router, gate_up, down = (Tensor(f"{name}.{i}", shape) for name, shape in self.weights().items())
             after = {"h_out": self.h(i + 1), "out": self.normed(i + 1), "ssq_out": self.ssq(i + 1)}
-            add = {"h": self.h(i), "gamma": Tensor("gamma", (self.hidden,), "float32"), "active": lists["active"]}
+            add = {"h": self.h(i), "gamma": Tensor("gamma", (self.hidden,), "float32")}
             g.add(f"layers.{i}.router", "linear", {**x, "weight": router}, {"out": logits}, epilogue="store")
             g.add(f"layers.{i}.topk", "topk", {"logits": logits},
                   {"experts": experts, "weights": weights, "slot_of": slot_of},
@@ -82,6 +83,12 @@ class SparseLayers:
             if name.split(".")[0] not in self.weights():
                 buffers[name] = torch.zeros(*rows, padded(last), dtype=dtype, device=device)
         return buffers
+
+
+def slots_of(experts: torch.Tensor, count: int) -> torch.Tensor:
+    """int64 [B, count]: the slot of each expert in experts [B, K], NO_SLOT of those that are not in it."""
+    none = torch.full((len(experts), count), NO_SLOT)
+    return none.scatter(1, experts, torch.arange(experts.shape[1]).expand_as(experts))
 
 
 def exact(*shape: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Models with experts decode to transformers' greedy tokens, load from both layouts, and say what they lack."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,14 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
-from megaflow import CheckpointError, ConfigError, MegaModel, ScheduleError
+from megaflow import CheckpointError, ConfigError, DeadlockError, MegaModel, ScheduleError
 from megaflow.cli import app
+from megaflow.models.comparison import compare
 from megaflow.models.geometry import read_geometry
 from megaflow.models.prefill import mix_experts
 from megaflow.models.reference import ReferenceVM
+from megaflow.records import FIELDS
+from megaflow.runtime import LoadedPlan
 from megaflow.scheduler import Context, Schedule
 
 GEOMETRIES = {
@@ -46,6 +49,59 @@ def test_greedy_tokens_equal_transformers_in_all_schedules(geometry, batch):
 @pytest.mark.interpreter
 def test_sixteen_sequences():
     check_tokens(small_moe_model(num_hidden_layers=1, num_experts=9), 16)
+
+
+@pytest.mark.interpreter
+def test_two_token_tiles_whose_pairs_are_counted_apart():
+    check_tokens(small_moe_model(num_hidden_layers=2, num_experts=7), 35, 3, ("dynamic",))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("limit", [{}, {"stop_after": "layers.0.router"}, {"stop_after": "layers.0.expert_gate_up"}])
+def test_every_tile_agrees_where_tasks_are_created_at_run_time(limit):
+    model = MegaModel.from_hf(small_moe_model(num_hidden_layers=1), max_batch_size=2, max_seq_len=16, progress=False)
+    first = model.prefill([[1, 2, 3], [4]]).argmax(1)
+    assert compare(model, first, schedule="dynamic", **limit).difference is None
+
+
+@pytest.mark.interpreter
+def test_a_trace_has_the_tasks_of_active_experts_only(tmp_path):
+    hf = small_moe_model(num_hidden_layers=1, num_experts=12, num_experts_per_tok=2)
+    model = MegaModel.from_hf(hf, max_batch_size=3, max_seq_len=16, schedule="dynamic", progress=False)
+    model.prefill([[1], [1], [1]])  # all choose the same experts
+    with model.trace(tmp_path / "out.json") as trace:
+        model.decode(torch.tensor([5, 5, 5]))
+    launch = trace.launches[0]
+    graph = launch.plan.graph
+    created = graph.created[graph.operator]
+    assert (launch.ran[0] == (~created | (graph.coordinates[:, 0] < 2))).all()
+    rows = {row.name: row for row in trace.by_operator()}
+    down = next(op for op in graph.operators if op.name == "layers.0.expert_down")
+    assert rows["expert_down"].tiles == 2 * down.grid[1]
+    assert rows["expert_down"].bytes == 2 * down.grid[1] * down.tile_bytes
+    assert sum(row.time for row in rows.values()) == pytest.approx(trace.step_time)
+    events = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+    assert len([e for e in events if e.get("cat") == "run"]) == launch.ran.sum()
+
+
+@pytest.mark.interpreter
+def test_a_task_that_is_never_created_is_not_blamed_for_a_deadlock():
+    hf = small_moe_model(num_hidden_layers=1, num_experts=12, num_experts_per_tok=2)
+    model = MegaModel.from_hf(hf, max_batch_size=3, max_seq_len=16, schedule="dynamic", progress=False)
+    model.prefill([[1], [1], [1]])
+    good = model.decoder.plan(model.schedule)
+    records = good.plan.records.copy()
+    graph = good.plan.graph
+    names = [graph.task_name(task) for task in range(graph.tasks)]
+    records[names.index("layers.0.expert_down[1, 0, 0]"), FIELDS.index("notify0")] = -1
+    broken = LoadedPlan(
+        replace(good.plan, records=records), good._table, good._control, good._bodies, good._config, timeout_s=0.2
+    )
+    model.decoder._plans[3, model.schedule] = broken
+    with pytest.raises(
+        DeadlockError, match=r"first in line is layers.0.combine\[.*, which waits for event .*expert_down"
+    ):
+        model.decode(torch.tensor([5, 5, 5]))
 
 
 @pytest.mark.interpreter
@@ -282,3 +338,7 @@ def test_the_plan_command_shows_each_sort_of_layers_once(tmp_path):
     assert shown[5:] == [f"layers.1.{part}" for part in sparse]
     assert "layers 2, 4, 5, 6: as layer 0; layers.2.qkv waits for layers.1.combine" in result.stdout
     assert "layer 3: as layer 1\n" in result.stdout
+    assert "coarsened: layers.1.combine waits for all of layers.1.expert_down: which of its tiles" in result.stdout
+    dynamic = CliRunner().invoke(app, ["plan", str(tmp_path), "--batch", "2", "--schedule", "dynamic"])
+    assert "coarsened" not in dynamic.stdout
+    assert "tasks of layers.1.expert_gate_up, layers.1.expert_down\n" in dynamic.stdout

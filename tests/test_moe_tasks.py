@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from moe_layer import exact, pack_experts
+from moe_layer import exact, pack_experts, slots_of
 from onetask import EPS, config, model_dtype, on_device, poisoned, relative_error, run_operator, tolerance
 
 from megaflow.errors import PlanError
@@ -17,7 +17,6 @@ from megaflow.tasks import COMBINE, EXPERT_LINEAR, GROUP, TOPK
 from megaflow.tasks.combine import combine_parts
 from megaflow.tasks.group import LISTS
 from megaflow.tasks.packing import padded
-from megaflow.tasks.topk import NO_SLOT
 
 # batch, token tile, experts, experts of a token
 ROUTINGS = [(1, 1, 60, 4), (2, 16, 5, 1), (5, 1, 5, 2), (16, 16, 20, 3), (17, 16, 5, 4)]
@@ -137,12 +136,6 @@ def test_whatever_the_logits_are_the_chosen_experts_exist_and_differ():
         assert set(chosen) <= set(range(7))
 
 
-def slots_of(experts: torch.Tensor, count: int) -> torch.Tensor:
-    """int64 [B, count]: the slot of each expert in experts [B, K], NO_SLOT of those that are not in it."""
-    none = torch.full((len(experts), count), NO_SLOT)
-    return none.scatter(1, experts, torch.arange(experts.shape[1]).expand_as(experts))
-
-
 def grouped(experts: torch.Tensor, count: int, how: str) -> dict[str, torch.Tensor]:
     """The lists that the kernel makes of experts [B, K]."""
     batch, slots = experts.shape
@@ -232,7 +225,6 @@ def test_combine_equals_its_oracle(routing, shared, how):
     if shared:
         values |= {"shared_out": torch.randn(batch, width).double(), "gate": torch.randn(batch, experts + 1).double()}
     inputs = {role: Tensor(role, tuple(tensor.shape), "float32") for role, tensor in values.items()}
-    inputs["active"] = Tensor("active", (min(experts, batch * slots),), "int32")
     outputs = {"h_out": Tensor("h2", (batch, width), "float32"), "out": Tensor("out", (batch, width)),
                "ssq_out": Tensor("ssq2", (batch, tiles), "float32")}  # fmt: skip
     buffers = {role: on_device(tensor, torch.float32) for role, tensor in values.items()}

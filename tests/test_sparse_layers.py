@@ -1,9 +1,13 @@
 """Sparse layers: what they compute, and how their tiles are ordered."""
 
+from dataclasses import dataclass, field
+
 import numpy as np
 import pytest
 import torch
-from moe_layer import SparseLayers, exact, pack_experts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_layer import SparseLayers, exact, pack_experts, slots_of
 from onetask import EPS, config, model_dtype, on_device, relative_error, tolerance
 
 from megaflow.backend import kernel_device
@@ -11,9 +15,13 @@ from megaflow.models.geometry import Geometry
 from megaflow.models.planner import kinds_of, make_plan, operator_table
 from megaflow.models.tiling import kernel_config
 from megaflow.plan import Plan
+from megaflow.plansummary import summarise
 from megaflow.runtime import LoadedPlan, new_control
 from megaflow.scheduler import find_schedule
+from megaflow.scheduler.reference_vm import run_plan
 from megaflow.target import H200
+from megaflow.tasks import GROUP
+from megaflow.tasks.combine import TILE_TOKENS
 from megaflow.tasks.packing import pack
 
 A3B = SparseLayers(2, 2048, 768, 128, 8)  # Qwen3-30B-A3B
@@ -32,7 +40,9 @@ def moe(x: torch.Tensor, weights: dict[str, torch.Tensor], slots: int) -> torch.
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(("batch", "tokens", "schedule"), [(1, 1, "static"), (18, 16, "dynamic"), (3, 16, "hybrid")])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "schedule"), [(1, 1, "static"), (18, 16, "dynamic"), (3, 16, "hybrid"), (35, 32, "dynamic")]
+)
 def test_a_chain_of_sparse_layers_equals_their_formula(batch, tokens, schedule):
     sizes = SparseLayers(layers=2, hidden=80, width=48, experts=6, slots=2)
     tiling = sizes.tiling(batch, config(tokens), 2)
@@ -66,15 +76,17 @@ def a3b_plan(batch: int, schedule: str) -> Plan:
     return make_plan(A3B.graph(), tiling, find_schedule(schedule), H200.workers)
 
 
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
 @pytest.mark.parametrize("batch", [1, 8, 70])
-def test_each_tile_of_a_sparse_layer_waits_for_one_event(batch):
-    plan = a3b_plan(batch, "static")
+def test_each_tile_of_a_sparse_layer_waits_for_one_event(batch, schedule):
+    plan = a3b_plan(batch, schedule)
     assert (plan.graph.waits >= 0).sum(1).max() == 1
 
 
+@pytest.mark.parametrize("batch", [1, 70])
 @pytest.mark.parametrize("schedule", ["static", "dynamic", "hybrid"])
-def test_sparse_layers_are_ordered_right(schedule):
-    a3b_plan(1, schedule).verify()
+def test_sparse_layers_are_ordered_right(schedule, batch):
+    a3b_plan(batch, schedule).verify()
 
 
 def test_a_down_tile_waits_for_the_tiles_of_its_own_expert_only():
@@ -85,3 +97,105 @@ def test_a_down_tile_waits_for_the_tiles_of_its_own_expert_only():
         waited = graph.waits[down & (graph.coordinates[:, 0] == place)]
         notifying = np.isin(graph.notifies, waited[waited >= 0]).any(1)
         assert (notifying == (gate_up & (graph.coordinates[:, 0] == place))).all()
+
+
+def test_with_creation_a_combine_tile_waits_for_its_tokens_pairs_only():
+    graph = a3b_plan(70, "dynamic").graph
+    names = [op.name for op in graph.operators]
+    combine = graph.operator == names.index("layers.0.combine")
+    tiles_of_column = graph.operators[names.index("layers.0.down")].grid[1] // len(
+        np.unique(graph.notifies[graph.operator == names.index("layers.0.down"), 0])
+    )
+    for token_tile, tokens in enumerate((*[TILE_TOKENS] * (70 // TILE_TOKENS), 70 % TILE_TOKENS)):
+        waited = graph.waits[combine & (graph.coordinates[:, 1] == token_tile), 0]
+        assert (graph.event_need[waited] == tokens * A3B.slots * tiles_of_column).all()
+
+
+def test_plans_say_which_waits_are_coarsened_and_which_tasks_are_created():
+    static, dynamic = (summarise(a3b_plan(70, schedule), 2, 0) for schedule in ("static", "dynamic"))
+    assert [(wait.consumer, wait.producer) for wait in static.coarse] == [("layers.0.combine", "layers.0.down")]
+    assert static.created == dynamic.coarse == ()
+    assert dynamic.created == ("layers.0.gate_up", "layers.0.down")
+
+
+SMALL_LAYERS = {slots: SparseLayers(2, 64, 32, experts, slots) for slots, experts in ((1, 6), (2, 5), (4, 9), (16, 20))}
+
+
+@st.composite
+def choices(draw, sizes: SparseLayers, batch: int) -> list[np.ndarray]:
+    """For each layer int [batch, slots], different experts in a row: any, few experts that all choose, skewed ones."""
+
+    def one() -> np.ndarray:
+        order = draw(st.permutations(range(sizes.experts)))
+        liked = draw(st.integers(sizes.slots, sizes.experts))
+        random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+        taken = [random.permutation(liked)[: sizes.slots] for _ in range(batch)]
+        return np.array(order)[np.array(taken)]
+
+    return [one() for _ in range(sizes.layers)]
+
+
+@dataclass
+class Routed:
+    """A run of sparse layers on the host: which tiles of experts ran in a step, and in which order with the others."""
+
+    plan: Plan
+    choice: list[np.ndarray]
+    lists: dict[str, list[int]] = field(default_factory=dict)
+    ran: list[tuple[str, tuple[int, int], tuple[int, ...]]] = field(default_factory=list)  # operator, tile, its pairs
+
+    def execute(self, task: int, _: int) -> None:
+        graph = self.plan.graph
+        op, (c0, c1, _) = graph.operators[graph.operator[task]], graph.coordinates[task].tolist()
+        if op.kind == "group":
+            chosen = torch.from_numpy(self.choice[op.layer])
+            lists = GROUP.oracle({"slot_of": slots_of(chosen, chosen.max() + 1)}, chosen.shape[1])
+            self.lists = {name: values.tolist() for name, values in lists.items()}
+        if op.routing is None:
+            self.ran.append((op.name, (c0, c1), ()))
+        elif c0 < self.lists["active_count"][0]:
+            begin, end = self.lists["indptr"][c0 : c0 + 2]
+            self.ran.append((op.name, (self.lists["active"][c0], c1), tuple(self.lists["pairs"][begin:end])))
+        else:
+            assert not self.plan.creates_tasks, "a tile was created that has nothing to do"
+
+
+@pytest.mark.parametrize("schedule", ["dynamic", "static", "hybrid"])
+@pytest.mark.parametrize("slots", SMALL_LAYERS)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), batch=st.integers(1, 40), random=st.randoms(use_true_random=False))
+def test_exactly_the_tiles_of_chosen_experts_do_something_and_tokens_follow_them(schedule, slots, data, batch, random):
+    sizes = SMALL_LAYERS[slots]
+    tokens = 16
+    plan = make_plan(sizes.graph(), sizes.tiling(batch, config(tokens), 4), find_schedule(schedule), 3)
+    choice = data.draw(choices(sizes, batch))
+    run = Routed(plan, choice)
+    run_plan(plan, 1, random.randrange, run.execute, lambda name: run.lists[name])
+    operators = {op.name: op for op in plan.graph.operators}
+    for layer in range(sizes.layers):
+        for name in ("gate_up", "down"):
+            done = [tile for operator, tile, _ in run.ran if operator == f"layers.{layer}.{name}"]
+            rows = range(operators[f"layers.{layer}.{name}"].grid[1])
+            assert sorted(done) == [(expert, row) for expert in np.unique(choice[layer]).tolist() for row in rows]
+        waiting = {}  # pair: the tiles of down that are to come
+        for operator, _, pairs in run.ran:
+            if operator == f"layers.{layer}.down":
+                for pair in pairs:
+                    waiting[pair] = waiting.get(pair, 0) + 1
+        columns = operators[f"layers.{layer}.down"].grid[1]
+        assert waiting == dict.fromkeys(range(batch * slots), columns)
+        check_tokens_follow(run, layer, TILE_TOKENS * slots, batch * slots)
+
+
+def check_tokens_follow(run: Routed, layer: int, pairs_of_tile: int, pairs: int) -> None:
+    """Each tile of combine comes after the tiles of down that touch its columns of its tokens' pairs."""
+    down, combine = (next(op for op in run.plan.graph.operators if op.name == f"layers.{layer}.{name}")
+                     for name in ("down", "combine"))  # fmt: skip
+    written, read = down.writes[0].spans[1], next(a for a in combine.reads if a.tensor == "expert_out").spans[1]
+    width = down.writes[0].shape[1]
+    done = np.zeros((pairs, width), bool)
+    for operator, (c0, c1), of_tile in run.ran:
+        if operator == down.name:
+            done[np.array(of_tile), written.at((c0, c1), width)] = True
+        if operator == combine.name:
+            assert done[c1 * pairs_of_tile : (c1 + 1) * pairs_of_tile, read.at((c0, c1), width)].all()

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from programs import conflicting_tiles, graph_or_none, ordered_tiles, programs
 
 from megaflow.errors import PlanError
+from megaflow.eventtable import MAX_NOTIFIES
 from megaflow.regions import Access, Span, TiledOperator
-from megaflow.taskgraph import MAX_NOTIFIES, MAX_WAITS, build_task_graph
+from megaflow.taskgraph import MAX_WAITS, build_task_graph
 
 
 @settings(max_examples=300, deadline=None)

@@ -9,6 +9,7 @@ from exhaustive import TooManyStates, wrong_in_some_interleaving
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from programs import plan_or_none, programs
+from routed import Shape, partitions, shapes
 from test_schedules import VARIANTS
 from test_taskgraph import op
 from transformers import Qwen3Config
@@ -20,7 +21,7 @@ from megaflow.models.planner import make_plan
 from megaflow.models.qwen3 import qwen3_graph
 from megaflow.models.tiling import tiling
 from megaflow.plan import Plan
-from megaflow.records import FIELDS
+from megaflow.records import FIELDS, OF_GROUP, UNBOUNDED
 from megaflow.scheduler import Dynamic, Hybrid, Program, Schedule, Static, Unfused
 from megaflow.target import H200
 
@@ -40,10 +41,16 @@ def with_field(plan: Plan, record: int, name: str, value: int) -> Plan:
     return dataclasses.replace(plan, records=records)
 
 
-def with_value(plan: Plan, array: str, index: int, value: int) -> Plan:
+def with_value(plan: Plan, array: str, index: int | tuple[int, int], value: int) -> Plan:
     values = getattr(plan, array).copy()
     values[index] = value
     return dataclasses.replace(plan, **{array: values})
+
+
+def record_of(plan: Plan, name: str) -> int:
+    return next(
+        int(r) for r in np.flatnonzero(plan.is_task) if plan.graph.task_name(plan.column("task")[r]).startswith(name)
+    )
 
 
 @st.composite
@@ -118,6 +125,32 @@ def mutated_triggers(draw, plan: Plan) -> Plan:
     return dataclasses.replace(plan, records=records)
 
 
+@st.composite
+def mutated_creation(draw, plan: Plan) -> Plan:
+    """One number by which tasks are created at run time is another, or something that all dynamic plans have."""
+    what = draw(st.sampled_from(["trigger", "need", "bound", "field", "operator", "any"]))
+    if what == "any":
+        return draw(mutated_triggers(plan))
+    if what == "trigger":  # in place of another one, which may be of another group
+        place, other = (draw(st.integers(0, len(plan.triggers) - 1)) for _ in range(2))
+        return with_value(plan, "triggers", place, int(plan.triggers[other]))
+    step = draw(st.sampled_from([-2, -1, 1, 2]))
+    if what == "need":
+        event_number = draw(st.integers(0, len(plan.event_need) - 1))
+        return with_value(plan, "event_need", event_number, int(plan.event_need[event_number]) + step)
+    if what == "bound":
+        at = draw(st.integers(0, len(plan.bounds) - 1)), draw(st.integers(0, 2))
+        return with_value(plan, "bounds", at, int(plan.bounds[at]) + step)
+    name = draw(st.sampled_from(["spread", "classes", "stride0", "stride1", "notify0", "notify1"]))
+    number = draw(st.sampled_from(np.flatnonzero(plan.graph.created).tolist()))
+    tasks = np.flatnonzero(plan.graph.operator == number)
+    if what == "field":
+        tasks = tasks[[draw(st.integers(0, len(tasks) - 1))]]
+    for task in tasks.tolist():
+        plan = with_field(plan, task, name, int(plan.column(name)[task]) + step)
+    return plan
+
+
 SMALL = programs(most=3, largest=2)
 
 
@@ -143,17 +176,125 @@ def test_every_mutation_that_can_change_what_is_read_is_caught(schedule, data, p
         assert wrong is None
 
 
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(data=st.data(), shape=shapes(layers=2, items=3, groups=2))
+def test_every_mutation_of_creation_that_some_partition_shows_is_caught(data, shape):
+    plan = shape.plan_or_none(Dynamic())
+    if plan is None:
+        return
+    mutation = data.draw(mutated_creation(plan))
+    try:
+        mutation.verify()
+    except VerificationError as error:
+        event("rejected")
+        assert str(error)
+        return
+    event("harmless")
+    for _ in range(3):
+        steps = data.draw(partitions(shape, 2))
+        try:
+            assert wrong_in_some_interleaving(mutation, 3000, steps) is None
+        except TooManyStates:
+            return
+
+
+ROUTED = Shape(items=5, groups=3, first=2, second=2, gathered=2).plan(Dynamic())
+
+
+def test_the_plan_whose_mutations_follow_is_right():
+    assert ROUTED.verify().tasks == ROUTED.graph.tasks
+
+
+def changed(name: str, field: str, step: int, tile: str = "") -> Plan:
+    """ROUTED, with a field of an operator's records, or of those of one tile, greater by `step`."""
+    plan = ROUTED
+    for task in range(plan.graph.tasks):
+        if plan.graph.task_name(task).startswith(f"layers.0.{name}[{tile}"):
+            plan = with_field(plan, task, field, int(plan.column(field)[task]) + step)
+    return plan
+
+
+def bounded(column: int, step: int) -> Plan:
+    """ROUTED, with a number greater by `step` in the bound of the event that creates the first operator's tasks."""
+    number = int(np.flatnonzero(ROUTED.bounds[:, 0] >= 0)[0])
+    return with_value(ROUTED, "bounds", (number, column), int(ROUTED.bounds[number, column]) + step)
+
+
+def unbounded() -> Plan:
+    number = int(np.flatnonzero(ROUTED.bounds[:, 0] >= 0)[0])
+    return with_value(ROUTED, "bounds", (number, 0), UNBOUNDED)
+
+
+def counted_over_steps() -> Plan:
+    number = int(np.flatnonzero(ROUTED.bounds[:, 0] == OF_GROUP)[0])
+    return with_value(ROUTED, "bounds", (number, 0), UNBOUNDED)
+
+
+def other_need(name: str) -> Plan:
+    """ROUTED, with one notify less for the first event of an operator's."""
+    number = int(ROUTED.column("notify0")[record_of(ROUTED, f"layers.0.{name}[0, 0")])
+    return with_value(ROUTED, "event_need", number, int(ROUTED.event_need[number]) - 1)
+
+
+def swapped_groups() -> Plan:
+    """ROUTED, in which the tasks of two groups change places among the triggers of the event that creates them."""
+    number = int(np.flatnonzero(ROUTED.bounds[:, 0] >= 0)[0])
+    begin, end = ROUTED.triggers_of[number : number + 2]
+    return dataclasses.replace(ROUTED, triggers=np.concatenate((
+        ROUTED.triggers[:begin], ROUTED.triggers[begin:end][::-1], ROUTED.triggers[end:]
+    )))  # fmt: skip
+
+
+def dropped_trigger() -> Plan:
+    """ROUTED without the release of a second tile of a group."""
+    place = int(np.flatnonzero(ROUTED.triggers == record_of(ROUTED, "layers.0.second[1"))[0])
+    offsets = ROUTED.triggers_of - (ROUTED.triggers_of > place)
+    return dataclasses.replace(ROUTED, triggers=np.delete(ROUTED.triggers, place), triggers_of=offsets.astype(np.int32))
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (dropped_trigger(), r"second\[1, 0, 0\] is triggered 0 times and waits for 1"),
+        (other_need("second"), r"event layers.0.second\[0, 0\] needs 1 notifies in a step and gets 2"),
+        (other_need("first"), r"layers.0.first: an event of a group needs more or fewer notifies than it gets"),
+        (changed("second", "spread", 1), r"layers.0.second: its records count items by different classes"),
+        (changed("second", "classes", 1), r"layers.0.second: its records count items by different classes"),
+        (changed("second", "stride0", -1), r"event layers.0.second\[\d, \d\] needs \d notifies in a step and gets"),
+        (changed("second", "stride0", 1, "1, "), r"layers.0.second: its records count items by different classes"),
+        (changed("second", "notify0", 1, "1, 0"), r"layers.0.second: what it notifies by item differs by group"),
+        (changed("first", "notify0", 1), r"not of its group alone|notified by others|more or fewer notifies"),
+        (bounded(0, 100), r"event layers.0.make\[0\] releases tasks up to a count that is not there"),
+        (bounded(1, 1), r"event layers.0.make\[0\] releases tasks up to a count of something else"),
+        (bounded(2, 1), r"event layers.0.make\[0\] releases tasks up to a count of something else"),
+        (unbounded(), r"a task is released whether its group is there or not"),
+        (counted_over_steps(), r"first notifies once an event that is not of its group alone"),
+        (swapped_groups(), r"event layers.0.make\[0\] does not release its tasks group by group"),
+    ],
+)
+def test_what_creates_tasks_wrongly_is_named(plan, message):
+    with pytest.raises(VerificationError, match=message):
+        plan.verify()
+
+
+@pytest.mark.parametrize(("items", "right"), [(1, True), (2, False), (5, False)])
+def test_a_groups_own_event_says_nothing_of_other_groups(items, right):
+    sizes = {"items": items, "groups": min(items, 2), "gathered": items}
+    plan = Shape(**sizes).plan(Dynamic())
+    touching = tuple(Shape(flag=True, **sizes).operators())  # all tiles of `first` write what all of `second` read
+    wrong = dataclasses.replace(plan, graph=dataclasses.replace(plan.graph, operators=touching))
+    if right:
+        wrong.verify()
+    else:
+        with pytest.raises(VerificationError, match=r"second by items\[.* before .*first by items\[.* part of flag"):
+            wrong.verify()
+
+
 CHAIN = [op("load", [], ["x"]), op("f", ["x"], ["y"]), op("g", ["y"], ["z"])]
 
 
 def chain(schedule: Schedule) -> Plan:
     return schedule.plan(Program.of(CHAIN), 2, {"kind": 0})
-
-
-def record_of(plan: Plan, name: str) -> int:
-    return next(
-        int(r) for r in np.flatnonzero(plan.is_task) if plan.graph.task_name(plan.column("task")[r]).startswith(name)
-    )
 
 
 def test_a_dropped_wait_is_named_by_the_two_tiles_and_their_tensor():
