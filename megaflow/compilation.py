@@ -6,16 +6,18 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megaflow.backend import interpreted, triton
 from megaflow.errors import BackendError
 from megaflow.kernel import fingerprint, megakernel
 from megaflow.kinds import ROW_WIDTH, KernelConfig
-from megaflow.runtime import compile_options
+from megaflow.runtime import COMPILE_OPTIONS
 
 # bytes of shared memory that one program may use, by compute capability (CUDA programming guide, table of limits)
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+Mode = Literal["static", "dynamic", "creating"]
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,13 @@ class Resources:
 
 
 def compile_kernel(
-    bodies: Sequence[Any], config: KernelConfig, capability: int, *, traced: bool = False, creates_tasks: bool = False
+    bodies: Sequence[Any], config: KernelConfig, capability: int, *, traced: bool = False, mode: Mode = "static"
 ) -> tuple[Resources, str]:
     """Compile for compute capability 8.0 (80), 9.0 (90) or 10.0 (100); no GPU is needed.
 
     Args:
         traced: whether to compile the kernel that writes down when its tasks ran.
-        creates_tasks: whether to compile the kernel for plans that create tasks at run time.
+        mode: of the plans that it is for: dynamic, or creating tasks at run time too; static for all others.
     Returns:
         What the kernel needs, and its PTX.
     Raises:
@@ -48,7 +50,8 @@ def compile_kernel(
     constants = {"ROW": ROW_WIDTH, "BODIES": tuple(bodies), "CONFIG": config, "FINGERPRINT": fingerprint(bodies)}
     if not traced:
         constants["stamps"] = None
-    if not creates_tasks:
+    constants["DYNAMIC"] = mode != "static"
+    if mode != "creating":
         constants["bounds"] = None
     signature = {name: "constexpr" if name in constants else types.get(name, "*i32") for name in names}
     source = triton.compiler.ASTSource(
@@ -58,7 +61,7 @@ def compile_kernel(
         attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")},
     )
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options=compile_options(creates_tasks))
+    compiled = triton.compile(source, target=target, options=COMPILE_OPTIONS)
     registers, stack = read_cubin(compiled.asm["cubin"])
     return Resources(registers, stack, compiled.metadata.shared), compiled.asm["ptx"]
 

@@ -3,10 +3,10 @@
 Workers take tasks from their own queues, in which drains may stand for tiles that go to whoever comes first; a task's
 body waits for its events when it needs what they stand for, so that it can fetch what does not depend on them before
 (device.await_inputs). In dynamic mode workers take ready tasks from queues on the device; the worker whose notify
-completes an event pushes the tasks that waited for it. Both are run-time branches of the one compiled kernel. What
-tasks compute comes in as a constexpr tuple of bodies. A traced launch passes an array for the tasks' stamps
-(megaflow.stamps); without one, None is a constexpr, and nothing of tracing is compiled. Likewise the bounds of a plan
-that creates tasks at run time (plan.Plan.bounds).
+completes an event pushes the tasks that waited for it. The source is one, but each is compiled by itself: what the
+other one needs would cost registers. What tasks compute comes in as a constexpr tuple of bodies. A traced launch passes
+an array for the tasks' stamps (megaflow.stamps); without one, None is a constexpr, and nothing of tracing is compiled.
+Likewise the bounds of a plan that creates tasks at run time (plan.Plan.bounds).
 """
 
 from collections.abc import Sequence
@@ -172,9 +172,10 @@ def megakernel(
     n_initial,
     final_event,
     steps,
-    n_queues,  # 0: not dynamic
+    n_queues,
     timeout_ns,
     ROW: tl.constexpr,
+    DYNAMIC: tl.constexpr,  # whether tasks come from the ready queues
     BODIES: tl.constexpr,
     CONFIG: tl.constexpr,
     FINGERPRINT: tl.constexpr,  # of the bodies: Triton's cache knows constexpr functions by name only
@@ -184,10 +185,7 @@ def megakernel(
     capacity = n_tasks + tl.num_programs(0)
     task = -1
     step = 0
-    dynamic: tl.constexpr = True  # only such plans have bounds
-    if bounds is None:
-        dynamic = n_queues > 0
-    if dynamic:
+    if DYNAMIC:
         task, step = pop(queues, n_queues, capacity, n_tasks, control, timeout_ns)
     else:
         task = first_task(queue_offsets, worker)
@@ -195,7 +193,7 @@ def megakernel(
     while task >= 0:
         epoch = tl.load(control + EPOCH) + 1 + step
         drained = -1
-        if bounds is None:  # noqa: SIM102  joined by "and" it would not be left out of the kernel
+        if not DYNAMIC:  # noqa: SIM102  joined by "and" it would not be left out of the kernel
             if tl.load(records + task * RECORD + KIND) == DRAIN_KIND:
                 drained = drain(tickets, records + task * RECORD, epoch)
         record = records + tl.where(drained >= 0, drained, task) * RECORD
@@ -206,7 +204,7 @@ def megakernel(
         c2 = tl.load(record + C2)
         notify0 = tl.load(record + NOTIFY0)
         notify1 = tl.load(record + NOTIFY1)
-        if dynamic == 0:  # the next record comes from device memory: the weights have pushed it out of the cache
+        if not DYNAMIC:  # the next record comes from device memory: the weights have pushed it out of the cache
             prefetch(record + RECORD, drained < 0)
         stamp: tl.constexpr = None  # as a variable it could not go into the tuple
         if stamps is not None:
@@ -214,7 +212,7 @@ def megakernel(
             if kind != DRAIN_KIND:
                 tl.store(stamp + START, clock(control + TICKS))
                 tl.store(stamp + PLACE, place())
-        inputs = (record, epoch, dynamic, events, control, timeout_ns, stamp)
+        inputs = (record, epoch, DYNAMIC, events, control, timeout_ns, stamp)
         for index in tl.static_range(len(BODIES)):
             if kind == index:
                 BODIES[index](row, c0, c1, c2, step, inputs, CONFIG)
@@ -225,7 +223,7 @@ def megakernel(
             if kind != DRAIN_KIND:
                 tl.store(task_stamp(stamps, record, step, n_tasks) + END, clock(control + TICKS))
 
-        if dynamic:
+        if DYNAMIC:
             if bounds is None:
                 tl.debug_barrier()
                 if notify0 >= 0:
@@ -281,8 +279,9 @@ def megakernel(
         tl.store(control + CLOSED, 0)
         tl.store(control + STOP_STEP, 0)
         tl.store(control + LEFT, 0)
-        for index in range(0, n_queues):
-            tl.store(queues + index * (QUEUE_HEADER + capacity) + HEAD, 0)
-            tl.store(queues + index * (QUEUE_HEADER + capacity) + TAIL, 0)
-        tl.debug_barrier()
-        push(initial, 0, n_initial, wait_count, arrivals, epoch, 0, n_tasks, queues, n_queues, capacity)
+        if DYNAMIC:
+            for index in range(0, n_queues):
+                tl.store(queues + index * (QUEUE_HEADER + capacity) + HEAD, 0)
+                tl.store(queues + index * (QUEUE_HEADER + capacity) + TAIL, 0)
+            tl.debug_barrier()
+            push(initial, 0, n_initial, wait_count, arrivals, epoch, 0, n_tasks, queues, n_queues, capacity)

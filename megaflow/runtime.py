@@ -17,13 +17,9 @@ from megaflow.records import OF_GROUP
 from megaflow.stamps import STAMP_WIDTH
 
 WARPS = 4
-MOST_REGISTERS = 255  # of a thread; else ptxas may put numbers away to fit more workers on an SM than there will be
+# registers of a thread: else ptxas may put numbers away to fit more workers on an SM than there will be
+COMPILE_OPTIONS = {"num_warps": WARPS, "maxnreg": 255}
 WAIT_TIMEOUT_S = 1.0
-
-
-def compile_options(creates_tasks: bool) -> dict[str, int]:
-    """What the kernel is compiled with, for plans that create tasks at run time or others."""
-    return {"num_warps": WARPS} | ({"maxnreg": MOST_REGISTERS} if creates_tasks else {})
 
 
 class LoadedPlan:
@@ -103,7 +99,7 @@ class LoadedPlan:
         assert isinstance(steps, int) and steps >= 1, steps
         assert plan.graph.tasks * steps < 2**31, "tickets are int32"
         assert stamps is None or stamps.shape == (steps, plan.graph.tasks, STAMP_WIDTH)
-        options = {} if interpreted() else compile_options(plan.creates_tasks) | {"launch_cooperative_grid": True}
+        options = {} if interpreted() else COMPILE_OPTIONS | {"launch_cooperative_grid": True}
         try:
             with torch.cuda.device_of(self._control):
                 megakernel[(plan.workers,)](
@@ -117,6 +113,7 @@ class LoadedPlan:
                     plan.ready_queues,
                     self._timeout_ns,
                     ROW=ROW_WIDTH,
+                    DYNAMIC=plan.dynamic,
                     BODIES=self._bodies,
                     CONFIG=self._config,
                     FINGERPRINT=self._fingerprint,

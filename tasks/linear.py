@@ -109,7 +109,7 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
         op.name,
         op.kind,
         # the token tiles of one weight tile run side by side
-        grid=(-(-rows // height), token_tiles, splits),
+        grid=(-(-rows // height), token_tiles, *([splits] if splits > 1 else [])),
         reads=tuple(reads),
         writes=tuple(writes),
         tile_bytes=height * columns_of_split * element_bytes,

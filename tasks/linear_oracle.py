@@ -4,7 +4,7 @@ import torch
 
 from megaflow.kinds import Tile
 from megaflow.tasks.common import LINE
-from megaflow.tasks.packing import BLOCK, PackedWeight
+from megaflow.tasks.packing import BLOCK, PackedWeight, blocks
 
 
 def oracle(inputs: dict[str, torch.Tensor], epilogue: str, eps: float) -> dict[str, torch.Tensor]:
@@ -40,7 +40,7 @@ def run_tile(tile: Tile) -> None:
     last = min(first + height, rows)
     weight = PackedWeight(tile.buffer("weight"), rows, columns).unpack(first, last).float()
     x = tile.read("x")
-    splits = tile.tiled.grid[2]
+    splits = -(-blocks(columns) // tile.tiled.param("span"))
     if splits == 1:
         y = x @ weight.T
     else:
