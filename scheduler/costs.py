@@ -33,9 +33,9 @@ class Costs:
 H200_COSTS = Costs(
     memory_bytes_per_s=4.2e12,  # measured: a large copy
     worker_bytes_per_s=25e9,  # about 24 KB in flight over a latency of 1 us
-    worker_flops_per_s=140e9,  # fitted to TPOT; what it stands for from 8 tokens up is mostly reading inputs from L2
+    worker_flops_per_s=1.2e12,  # fitted to TPOT; what it stands for is mostly reading inputs from L2
     start_s=1e-6,  # three dependent loads
-    task_s=4.3e-6,  # fitted to TPOT
+    task_s=4e-6,  # fitted to TPOT
     irregular_s=3e-6,  # a guess; a fit moves it little
     event_s=1e-6,  # measured: 0.96 us in traces, from the last end before a notify to the start behind the wait
     atomic_s=0.7e-6,  # measured

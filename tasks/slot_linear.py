@@ -193,7 +193,8 @@ def oracle(inputs: dict[str, torch.Tensor], epilogue: str, eps: float) -> dict[s
         return {"out": linear_oracle.oracle(given, epilogue, eps)["out"].view(len(chosen), -1) * inputs["weights"].T}
     sums = torch.einsum("srk,sk->sr", chosen, inputs["x"])
     total = sums.sum(0, keepdim=True) + combine.shared_part(inputs)
-    return {"sums": sums} | linear_oracle.finish(total, inputs, sums.shape[1], "residual", eps)
+    residual = {role: inputs[role] for role in ("h", "gamma")}
+    return {"sums": sums} | linear_oracle.finish(total, residual, sums.shape[1], "residual", eps)
 
 
 def run_tile(tile: Tile) -> None:

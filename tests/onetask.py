@@ -1,5 +1,6 @@
 """One operator, run by the persistent kernel, for comparison with its oracle."""
 
+import random
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ import torch
 from megaflow.backend import interpreted, kernel_device
 from megaflow.device import STOP_STEP
 from megaflow.graph import Graph, Tensor
-from megaflow.kinds import KernelConfig, Tiling
+from megaflow.kinds import KernelConfig, Tile, Tiling
 from megaflow.models.planner import KINDS_BY_NAME, kinds_of, make_plan
 from megaflow.runtime import LoadedPlan, new_control
 from megaflow.scheduler import find_schedule
@@ -48,10 +49,19 @@ def run_operator(
     workers: int = 3,
     **attrs: Any,
 ) -> None:
-    """Run one step of a graph of one operator; results are in `buffers` (by tensor name, on the kernel's device)."""
+    """Run one step of a graph of one operator; results are in `buffers` (by tensor name, on the kernel's device).
+
+    With the schedule "torch" there is no kernel: the tiles are computed in torch, one by one, in any order.
+    """
     graph = Graph()
-    graph.add("op", kind, inputs, outputs, **attrs)
+    op = graph.add("op", kind, inputs, outputs, **attrs)
     tiling = Tiling(kernel, workers, symbols)
+    if schedule == "torch":
+        tiled = KINDS_BY_NAME[kind].cut(op, tiling)
+        tiles = [Tile(op, tiled, tuple(at), 0, kernel, buffers) for at in tiled.coordinates().tolist()]
+        for tile in random.Random(0).sample(tiles, len(tiles)):
+            KINDS_BY_NAME[kind].run_tile(tile)
+        return
     plan = make_plan(graph, tiling, find_schedule(schedule), 1 if interpreted() else workers)
     control = new_control(kernel_device())
     buffers = {"stop_step": control[STOP_STEP.value :], **buffers}

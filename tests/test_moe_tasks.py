@@ -10,13 +10,15 @@ from moe_layer import exact, pack_experts, slots_of
 from onetask import EPS, config, model_dtype, on_device, poisoned, relative_error, run_operator, tolerance
 
 from megaflow.errors import PlanError
-from megaflow.graph import Graph, Tensor
-from megaflow.kinds import KernelConfig, Tile, Tiling
-from megaflow.models.planner import KINDS_BY_NAME
-from megaflow.tasks import COMBINE, EXPERT_LINEAR, GROUP, TOPK
+from megaflow.graph import Tensor
+from megaflow.kinds import KernelConfig
+from megaflow.tasks import COMBINE, EXPERT_LINEAR, GROUP, SLOT_LINEAR, TOPK
 from megaflow.tasks.combine import combine_parts
+from megaflow.tasks.common import LINE
+from megaflow.tasks.expert_linear import active_experts
 from megaflow.tasks.group import LISTS
 from megaflow.tasks.packing import padded
+from megaflow.tasks.slot_linear import slot_parts
 
 # batch, token tile, experts, experts of a token
 ROUTINGS = [(1, 1, 60, 4), (2, 16, 5, 1), (5, 1, 5, 2), (16, 16, 20, 3), (17, 16, 5, 4)]
@@ -35,14 +37,7 @@ def run(
     **attrs: Any,
 ) -> None:
     """One operator, by the kernel in a schedule, or tile by tile in torch."""
-    symbols = {"B": batch}
-    if how != "torch":
-        run_operator(kind, inputs, outputs, buffers, kernel, symbols, how, **attrs)
-        return
-    op = Graph().add("op", kind, inputs, outputs, **attrs)
-    tiled = KINDS_BY_NAME[kind].cut(op, Tiling(kernel, 3, symbols))
-    for at in tiled.coordinates().tolist():
-        KINDS_BY_NAME[kind].run_tile(Tile(op, tiled, tuple(at), 0, kernel, buffers))
+    run_operator(kind, inputs, outputs, buffers, kernel, {"B": batch}, how, **attrs)
 
 
 def random_choice(batch: int, experts: int, slots: int) -> torch.Tensor:
@@ -242,3 +237,56 @@ def test_too_many_experts_are_refused_with_the_limit():
     outputs = {"experts": Tensor("experts", (1, 4), "int32"), "weights": Tensor("weights", (1, 4), "float32")}
     with pytest.raises(PlanError, match=r"4 of 513 experts; .* up to 16 of up to 512"):
         run("topk", inputs, outputs, {}, config(1), 1, "torch", count=513, norm_topk_prob=True)
+
+
+@by_how
+@pytest.mark.parametrize("shared", [False, True], ids=["routed", "shared"])
+@pytest.mark.parametrize(("experts", "slots"), [(5, 1), (9, 3), (20, 16)])
+def test_the_experts_of_one_token_equal_their_oracle(experts, slots, shared, how):
+    hidden, width, kernel = 208, 80, config(1)
+    chosen = random_choice(1, experts, slots)
+    given = {"experts": Tensor("experts", (1, slots), "int32"), "weights": Tensor("weights", (1, slots), "float32")}
+    values = {"experts": chosen, "weights": torch.rand(1, slots).double(), "x": exact(1, hidden),
+              "ssq": torch.rand(1, 7).double() + 0.1, "weight": exact(experts, 2 * width, hidden)}  # fmt: skip
+    buffers = {"experts": wide(chosen, torch.int32), "weights": on_device(values["weights"], torch.float32),
+               "x": wide(values["x"], model_dtype()), "ssq": on_device(values["ssq"], torch.float32),
+               "gate_up": pack_experts(values["weight"], chosen[0].tolist()),
+               "hidden": poisoned(slots, width, dtype=model_dtype())}  # fmt: skip
+    inputs = {**given, "x": Tensor("x", (1, hidden)), "ssq": Tensor("ssq", (1, 7), "float32"),
+              "weight": Tensor("gate_up", (experts, 2 * width, hidden))}  # fmt: skip
+    run("slot_linear", inputs, {"out": Tensor("hidden", (slots, width))}, buffers, kernel, 1, how, epilogue="silu")
+    assert relative_error(buffers["hidden"], SLOT_LINEAR.oracle(values, "silu", EPS)["out"]) < tolerance()
+
+    parts = slot_parts(hidden, slots, kernel, 3)
+    values |= {"x": exact(slots, width), "weight": exact(experts, hidden, width),
+               "h": torch.randn(1, hidden).double(), "gamma": torch.rand(hidden).double() + 0.5}  # fmt: skip
+    if shared:
+        values |= {"shared_out": torch.randn(1, hidden).double(), "gate": torch.randn(1, experts + 1).double()}
+    vectors = [role for role in ("h", "gamma", "shared_out", "gate") if role in values]
+    inputs = {**given, "x": Tensor("x", (slots, width)), "weight": Tensor("down", (experts, hidden, width)),
+              "arrivals": Tensor("arrivals", (hidden * LINE,), "int32"),
+              **{role: Tensor(role, tuple(values[role].shape), "float32") for role in vectors}}  # fmt: skip
+    outputs = {"sums": Tensor("sums", (slots, hidden), "float32"), "h_out": Tensor("h2", (1, hidden), "float32"),
+               "out": Tensor("out", (1, hidden)), "ssq_out": Tensor("ssq2", (1, parts), "float32")}  # fmt: skip
+    buffers |= {role: on_device(values[role], torch.float32) for role in vectors}
+    buffers |= {"x": wide(values["x"], model_dtype()), "down": pack_experts(values["weight"], chosen[0].tolist()),
+                "arrivals": on_device(torch.zeros(hidden * LINE, dtype=torch.int32)), "sums": poisoned(slots, hidden),
+                "h2": poisoned(1, hidden), "out": poisoned(1, hidden, dtype=model_dtype()),
+                "ssq2": poisoned(1, parts)}  # fmt: skip
+    run("slot_linear", inputs, outputs, buffers, kernel, 1, how, epilogue="residual")
+    wanted = SLOT_LINEAR.oracle(values, "residual", EPS)
+    for role in ("sums", "h_out", "out"):
+        assert relative_error(buffers[outputs[role].name], wanted[role]) < tolerance(), role
+    assert relative_error(buffers["ssq2"].sum(1, keepdim=True), wanted["ssq_out"]) < tolerance()
+    assert not buffers["arrivals"].any()
+
+
+@settings(max_examples=20, deadline=None)
+@given(experts=st.integers(1, 64), batch=st.integers(1, 16), data=st.data())
+def test_so_many_experts_are_active_as_is_expected(experts, batch, data):
+    slots = data.draw(st.integers(1, min(experts, 8)))
+    mean, deviation = active_experts(experts, batch, slots)
+    chosen = torch.rand(2000, batch, experts).topk(slots, 2).indices.flatten(1)
+    found = torch.zeros(2000, experts).scatter_(1, chosen, 1.0).sum(1)
+    assert found.mean() == pytest.approx(mean, abs=0.15 + deviation / 10)
+    assert found.std() == pytest.approx(deviation, abs=0.3)

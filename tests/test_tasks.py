@@ -2,16 +2,19 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from onetask import EPS, config, model_dtype, on_device, poisoned, relative_error, run_operator, tolerance
 
 from megaflow.graph import Tensor
+from megaflow.models.stream import workspace
 from megaflow.tasks import ATTENTION, EMBEDDING, LINEAR, SELECT
-from megaflow.tasks.linear import row_tiles
-from megaflow.tasks.packing import pack, padded
+from megaflow.tasks.linear import most_splits, row_tiles, split_span
+from megaflow.tasks.packing import blocks, pack, padded
 
 SCHEDULES = ("static", "dynamic")
 # batch, token tile, rows, columns: none a multiple of the tiles
-LINEAR_SHAPES = [(1, 1, 80, 144), (3, 16, 112, 80), (5, 1, 48, 16), (17, 16, 208, 272)]
+LINEAR_SHAPES = [(1, 1, 80, 144), (3, 16, 112, 80), (5, 1, 48, 16), (17, 16, 208, 272), (17, 16, 48, 4112)]
 
 
 def activations(batch: int, width: int) -> torch.Tensor:
@@ -32,7 +35,10 @@ def run_linear(
     kernel = config(tokens)
     x, weight = activations(batch, columns), activations(rows, columns)
     inputs = {"x": Tensor("x", (batch, columns)), "weight": Tensor("w", (rows, columns))}
-    buffers = {"x": widened(x), "w": on_device(pack(weight).data, model_dtype())}
+    inputs |= (space := workspace("op", inputs["weight"]))
+    buffers = {"x": widened(x), "w": on_device(pack(weight).data, model_dtype()),
+               "partials_op": poisoned(batch, space["partials"].width),
+               "arrivals_op": on_device(torch.zeros(batch, space["arrivals"].width, dtype=torch.int32))}  # fmt: skip
     values = {"x": x, "weight": weight}
     tiles = row_tiles(rows, kernel, 3)
     width = rows // 2 if epilogue == "silu" else rows
@@ -59,10 +65,11 @@ def run_linear(
         outputs |= {"best_index": Tensor("index", (batch, tiles), "int32")}
         buffers |= {"value": poisoned(batch, tiles), "index": poisoned(batch, tiles, dtype=torch.int32)}
     run_operator("linear", inputs, outputs, buffers, kernel, {"B": batch}, schedule, epilogue=epilogue)
+    assert not buffers["arrivals_op"].any(), "the last split leaves the counter as it was"
     return {role: buffers[t.name] for role, t in outputs.items()}, LINEAR.oracle(values, epilogue, EPS)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "torch"])
 @pytest.mark.parametrize("shape", LINEAR_SHAPES, ids=lambda s: "B{}-T{}-rows{}-columns{}".format(*s))
 @pytest.mark.parametrize("epilogue", ["store", "residual", "silu", "logits"])
 def test_linear_equals_its_oracle(epilogue, shape, schedule):
@@ -76,6 +83,26 @@ def test_linear_equals_its_oracle(epilogue, shape, schedule):
         chosen = got["best_index"].gather(1, best).long()
         assert torch.equal(chosen, got["out"].argmax(1, keepdim=True))
         assert torch.equal(got["best_value"].gather(1, best), got["out"].gather(1, chosen))
+
+
+@given(
+    rows=st.integers(1, 40000),
+    columns=st.integers(1, 20000),
+    k_blocks=st.sampled_from([1, 2, 8]),
+    workers=st.integers(1, 300),
+    token_tiles=st.integers(1, 4),
+)
+def test_the_splits_of_k_are_whole_iterations_and_not_more_than_there_is_room_for(
+    rows, columns, k_blocks, workers, token_tiles
+):
+    span = split_span(rows, columns, config(16, k_blocks=k_blocks), workers, token_tiles)
+    assert span % k_blocks == 0
+    assert 1 <= -(-blocks(columns) // span) <= most_splits(rows)
+
+
+def test_k_is_split_where_there_are_fewer_tiles_than_workers():
+    assert split_span(48, 4112, config(16), 3, 2) < blocks(4112)
+    assert split_span(100000, 4112, config(16), 3, 2) >= blocks(4112)
 
 
 @pytest.mark.parametrize("shape", LINEAR_SHAPES, ids=lambda s: "B{}-T{}-rows{}-columns{}".format(*s))
