@@ -23,7 +23,7 @@ Place = tuple[int | slice | torch.Tensor, ...]  # an index into a tensor
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Numbers compiled into the kernel. One compiled kernel serves all batch sizes and contexts.
+    """Numbers compiled into the kernel. One compiled kernel serves all batch sizes and contexts of a token tile.
 
     Attributes:
         tokens: token rows of a tile (T), 1 or a multiple of 16; from there on products use the tensor cores.

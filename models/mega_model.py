@@ -125,7 +125,7 @@ class MegaModel:
         return self._decoder
 
     def set_schedule(self, schedule: str | Schedule) -> None:
-        """Use another schedule from the next step on. Weights, cache and compiled kernel stay.
+        """Use another schedule from the next step on. Weights and cache stay.
 
         Raises:
             ScheduleError: no such schedule; the old one stays in use.
