@@ -116,10 +116,16 @@ class KnownOrders:
     def _orders_via(self, edges: list[Edge], producer: int) -> list[Order]:
         found: list[Order] = []
         for edge in edges:
+            direct = Order.of(edge)
             if edge.producer == producer:
-                found.append(Order.of(edge))
+                orders = [direct]
             elif edge.producer > producer:
-                direct = Order.of(edge)
                 composed = (direct.through(order) for order in self._orders(edge.producer, producer))
-                found += [order for order in composed if order is not None]
+                orders = [order for order in composed if order is not None]
+            else:
+                orders = []
+            for order in orders:
+                # two ways between two operators are often alike; over many layers they would double with each
+                if not any(known.includes(order) for known in found):
+                    found.append(order)
         return found

@@ -11,9 +11,11 @@ from moe_layer import SparseLayers, exact, pack_experts, slots_of
 from onetask import EPS, config, model_dtype, on_device, relative_error, tolerance
 
 from megaflow.backend import kernel_device
-from megaflow.models.geometry import Geometry
+from megaflow.models.geometry import Experts, Geometry
 from megaflow.models.planner import kinds_of, make_plan, operator_table
+from megaflow.models.qwen3 import qwen3_graph
 from megaflow.models.tiling import kernel_config
+from megaflow.models.tiling import tiling as model_tiling
 from megaflow.plan import Plan
 from megaflow.plansummary import summarise
 from megaflow.runtime import LoadedPlan, new_control
@@ -87,6 +89,16 @@ def test_each_tile_of_a_sparse_layer_waits_for_one_event(batch, schedule):
 @pytest.mark.parametrize("schedule", ["static", "dynamic", "hybrid"])
 def test_sparse_layers_are_ordered_right(schedule, batch):
     a3b_plan(batch, schedule).verify()
+
+
+@pytest.mark.parametrize("schedule", ["static", "dynamic", "hybrid"])
+def test_all_layers_of_qwen3_30b_a3b_are_planned_without_going_through_every_path_between_them(schedule):
+    experts = Experts(A3B.experts, A3B.slots, A3B.width, True, tuple(range(48)))
+    model = Geometry(len(experts.layers), 2048, 6144, 32, 4, 128, 151936, False, EPS, 4096, experts)
+    plan = make_plan(
+        qwen3_graph(model, 1024, 8), model_tiling(model, 8, H200, "bfloat16"), find_schedule(schedule), H200.workers
+    )
+    plan.verify()
 
 
 def test_a_down_tile_waits_for_the_tiles_of_its_own_expert_only():
