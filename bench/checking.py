@@ -3,17 +3,22 @@
 The float32 model has no weights of its own: each layer is made from the bfloat16 one whenever it runs, so that a model
 can be checked which does not fit on the GPU in float32. With experts, a token whose router has a near-tie may go to
 another expert after any rounding; that is a part of both errors.
+
+Prompts of thousands of tokens take too long in float32, and their attention takes too much memory. There the reference
+can go on from the keys and values of the prompt that the run's engine had in its cache: the steps are checked then,
+which are what was timed, and the prefill is not.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from common import Qwen3
-from engines import Timed
+from engines import Past, Timed
+from transformers import DynamicCache
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 LARGEST_ERROR = 1.5  # of megaflow's logits, as a multiple of transformers' in bfloat16
@@ -31,6 +36,7 @@ class Check:
         bf16_*: the same of transformers in bfloat16.
         active_experts: experts of a sparse layer that had any tokens, the mean over steps and layers; None in a dense
             model. They are those to which transformers in bfloat16 sends the run's tokens.
+        from_cache: whether the reference has gone on from the engine's prefill, instead of reading the prompts itself.
     """
 
     agreement: float
@@ -40,6 +46,7 @@ class Check:
     relative_error: float | None
     bf16_relative_error: float
     active_experts: float | None = None
+    from_cache: bool = False
 
     @property
     def accurate(self) -> bool:
@@ -55,6 +62,8 @@ class Check:
             parts.append(f"error {self.relative_error:.2e} (bf16 {self.bf16_relative_error:.2e})")
         if self.active_experts is not None:
             parts.append(f"{self.active_experts:.1f} experts active")
+        if self.from_cache:
+            parts.append("steps alone")
         return ", ".join(parts)
 
 
@@ -69,19 +78,29 @@ class Reference:
         self._rounded = rounded
         self._asked: tuple[int, torch.Tensor, Check, torch.Tensor] | None = None
 
-    def check(self, prompts: torch.Tensor, run: Timed) -> Check:
-        """Check a run that went on from prompts, int64 [B, T]."""
+    def check(self, prompts: torch.Tensor, run: Timed, past: Callable[[int], Past] | None = None) -> Check:
+        """Check a run that went on from prompts, int64 [B, T].
+
+        Args:
+            past: the keys and values of the prompt of each sequence, for the reference to go on from.
+        """
         ids, steps = torch.cat((prompts, run.first[:, None], run.tokens), 1), run.tokens.shape[1]
-        if self._asked is None or self._asked[0] != steps or not torch.equal(self._asked[1], ids):
-            self._asked = (steps, ids, *self._ask(ids, steps))
-        *_, about_tokens, last = self._asked
+        if past is not None:
+            about_tokens, last = self._ask(ids, steps, past)  # of this engine alone
+        else:
+            if self._asked is None or self._asked[0] != steps or not torch.equal(self._asked[1], ids):
+                self._asked = (steps, ids, *self._ask(ids, steps, None))
+            *_, about_tokens, last = self._asked
         if run.logits is None:
             return about_tokens
         return replace(about_tokens, relative_error=relative_error(run.logits, last))
 
-    def _ask(self, ids: torch.Tensor, steps: int) -> tuple[Check, torch.Tensor]:
+    def _ask(self, ids: torch.Tensor, steps: int, past: Callable[[int], Past] | None) -> tuple[Check, torch.Tensor]:
         """What can be said about the last `steps` tokens of ids [B, length], and the last step's float32 logits."""
-        parts = [self._answers(part, steps) for part in ids.split(max(1, TOKENS_AT_ONCE // ids.shape[1]))]
+        if past is None:
+            parts = [self._answers(part, steps, None) for part in ids.split(max(1, TOKENS_AT_ONCE // ids.shape[1]))]
+        else:
+            parts = [self._answers(part, steps, past(sequence)) for sequence, part in enumerate(ids.split(1))]
         agrees, gaps, near_agrees, near_gaps, last, near_last, chosen = map(torch.cat, zip(*parts, strict=True))
         check = Check(
             agreement=float(agrees.float().mean()),
@@ -91,21 +110,24 @@ class Reference:
             relative_error=None,
             bf16_relative_error=relative_error(near_last, last),
             active_experts=mean_active(chosen) if chosen.numel() else None,
+            from_cache=past is not None,
         )
         return check, last
 
     @torch.no_grad()
-    def _answers(self, ids: torch.Tensor, steps: int) -> tuple[torch.Tensor, ...]:
+    def _answers(self, ids: torch.Tensor, steps: int, past: Past | None) -> tuple[torch.Tensor, ...]:
         """About n sequences, by sequence: what the check's numbers are made of.
 
+        Args:
+            past: of all but the last `steps` tokens that are fed, if they are not to be read; n is 1 then.
         Returns:
             what `judge` says of their tokens and of bfloat16's, the last step's logits of both, and the experts that
             tokens go to, int64 [n, sparse layers, steps, per_token], in bfloat16.
         """
-        fed, tokens = ids[:, :-1], ids[:, -steps:]
-        exact = logits(self._exact, fed, steps)
+        fed, tokens = ids[:, :-1] if past is None else ids[:, -steps - 1 : -1], ids[:, -steps:]
+        exact = logits(self._exact, fed, steps, past)
         with recorded_choices(self._rounded) as chosen:
-            near = logits(self._rounded, fed, steps)
+            near = logits(self._rounded, fed, steps, past)
         of_steps = [experts.unflatten(0, fed.shape)[:, -steps:] for experts in chosen]
         return (
             *judge(tokens, exact),
@@ -137,9 +159,14 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found - exact).norm() / exact.norm())
 
 
-def logits(model: Qwen3, ids: torch.Tensor, steps: int) -> torch.Tensor:
-    """float32 [n, steps, vocab]: after each of the last `steps` tokens of ids [n, length]."""
-    return model(input_ids=ids, use_cache=False, logits_to_keep=steps).logits.float()
+def logits(model: Qwen3, ids: torch.Tensor, steps: int, past: Past | None) -> torch.Tensor:
+    """float32 [n, steps, vocab]: after each of the last `steps` tokens of ids [n, length], which go on from `past`."""
+    if past is None:
+        return model(input_ids=ids, use_cache=False, logits_to_keep=steps).logits.float()
+    cache = DynamicCache(config=model.config)
+    for layer, (keys, values) in enumerate(past):
+        cache.update(keys[None].to(model.dtype), values[None].to(model.dtype), layer)
+    return model(input_ids=ids, past_key_values=cache, logits_to_keep=steps).logits.float()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What the TPOT benchmark times: megaflow, and transformers with a static cache and torch.compile."""
+"""What the benchmarks of decode steps time: megaflow, and transformers with a static cache and torch.compile."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,6 +11,8 @@ from transformers import StaticCache
 from megaflow.models.mega_model import MegaModel
 from megaflow.scheduler import Schedule
 
+Past = list[tuple[torch.Tensor, torch.Tensor]]  # by layer: keys and values of a sequence, [KV heads, length, head_dim]
+
 SPARE = 1  # positions of the caches beyond those that are used
 
 
@@ -22,6 +24,12 @@ class Engine(Protocol):
 
     def decode(self, first: torch.Tensor, steps: int) -> torch.Tensor:
         """Append `first`, then what each step chooses. Returns the choices, int64 [B, steps]."""
+
+    def restart(self) -> None:
+        """Forget what was decoded; the prompts stay in the cache."""
+
+    def past(self, sequence: int) -> Past:
+        """What the cache has of a prompt."""
 
     def logits(self) -> torch.Tensor | None:
         """float32 [B, vocab]: logits of the latest step, if they are kept."""
@@ -36,10 +44,12 @@ class Megaflow:
     def __init__(self, model: MegaModel, schedule: str | Schedule) -> None:
         self._model = model
         self._decoder = model.decoder
+        self._lengths: list[int] = []
         model.set_schedule(schedule)
 
     def prefill(self, prompts: torch.Tensor) -> torch.Tensor:
         logits = self._model.prefill(prompts)
+        self._lengths = [prompts.shape[1]] * len(prompts)
         self._decoder.set_ends([], 0)
         return logits.argmax(1)
 
@@ -51,6 +61,20 @@ class Megaflow:
             tokens = new[:, -1]
             left -= new.shape[1]
         return torch.cat(launches, 1)
+
+    def restart(self) -> None:
+        self._decoder.rewind(self._lengths)
+
+    def past(self, sequence: int) -> Past:
+        buffers, length = self._decoder.buffers, self._lengths[sequence]
+
+        def cached(name: str) -> torch.Tensor:
+            size = buffers[name].shape[2]
+            pages = buffers["block_table"][sequence, : -(-length // size)]
+            return buffers[name][pages].transpose(0, 1).flatten(1, 2)[:, :length]
+
+        layers = range(self._model.geometry.layers)
+        return [(cached(f"layers.{layer}.k_cache"), cached(f"layers.{layer}.v_cache")) for layer in layers]
 
     def logits(self) -> torch.Tensor:
         return self._decoder.logits()
@@ -78,6 +102,7 @@ class StaticCacheLoop:
     def __init__(self, model: Qwen3, prompt: int, steps: int) -> None:
         counters.clear()
         self._model = model
+        self._prompt = prompt
         self._cache = StaticCache(config=model.config, max_cache_len=prompt + steps + SPARE)
         # tensors of their own, not views of one: the compiled code relies on the alignment of the first
         self._positions = [torch.full((1, 1), prompt + step, device=model.device) for step in range(steps)]
@@ -98,6 +123,14 @@ class StaticCacheLoop:
             tokens = self._step(self._model, self._cache, tokens, position).clone()
             chosen.append(tokens)
         return torch.cat(chosen, 1)
+
+    def restart(self) -> None:
+        for layer in self._cache.layers:
+            layer.cumulative_length.fill_(self._prompt)
+
+    def past(self, sequence: int) -> Past:
+        kept = (sequence, slice(None), slice(self._prompt))
+        return [(layer.keys[kept], layer.values[kept]) for layer in self._cache.layers]
 
     def logits(self) -> None:
         return None

@@ -2,116 +2,37 @@
 
     python bench/tpot.py [--models Qwen3-0.6B] [--batches 1 --batches 8] [--json FILE]
 
-Weights and prompts are random. A time is that of `new` greedy steps after the prefill, which is not timed, divided by
-`new`; the median of the repeats counts. The tokens of the last timed repeat are then checked: prompt and tokens go
-through transformers in float32, a layer at a time, and in bfloat16, which gives both choices at each step.
-
-Memory bandwidth utilisation (MBU) compares the time with that of a copy of the bytes that a step has to read: the
-weights, and the keys and values halfway through the run. Of a layer with experts those weights count that the run's
-tokens need. Which these are transformers says, as the bfloat16 model of the check routes the same tokens: a mean over
-all steps and layers of the last timed repeat. (Rounding may move a token between experts that are nearly tied; that
-hardly changes how many are active.)
+Weights and prompts are random. How a time is taken and checked, measuring.py says.
 
 The last line printed is a JSON object with every number; the exit code is 1 if megaflow failed or is less accurate than
 it should be.
 """
 
-import statistics
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
-from checking import LARGEST_ERROR, Check, Reference, float32_copy
-from common import GEOMETRIES, attempt, begin, end, random_model, refuse_unknown, release, seconds
-from engines import SPARE, Engine, Megaflow, StaticCacheLoop, Timed
-from roofline import step_bytes
+from checking import Reference, float32_copy
+from common import GEOMETRIES, begin, end, random_model, refuse_unknown, release, seconds
+from engines import SPARE
+from measuring import BASELINE, Method, Row, Subject, header, measure_point
 
 from megaflow.models.mega_model import MegaModel
 from megaflow.scheduler import SCHEDULES
 
-PROMPT_SEED = 1
 MODELS = ["Qwen3-0.6B", "Qwen3-8B"]
 BATCHES = [1, 8]
 ALL_SCHEDULES = list(SCHEDULES)
-BASELINE = "transformers compiled"
-
-
-def measure(engine: Engine, prompts: torch.Tensor, steps: int, repeats: int) -> Timed:
-    """Time `steps` steps, each repeat from a prefill that is not timed, after a warm-up of as many."""
-    first = engine.prefill(prompts)
-    first_step_s, _ = seconds(partial(engine.decode, first, 1))
-    engine.decode(engine.prefill(prompts), steps)
-    repeats_ms = []
-    for _ in range(repeats):
-        first = engine.prefill(prompts)
-        taken, tokens = seconds(partial(engine.decode, first, steps))
-        repeats_ms.append(1e3 * taken / steps)
-    return Timed(first, tokens, engine.logits(), first_step_s, tuple(repeats_ms))
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What is measured. `prompt`: tokens of a prompt; `new`: steps of a repeat."""
+class Setting(Method):
+    """What is measured. `prompt`: tokens of a prompt."""
 
     models: list[str]
     batches: list[int]
     prompt: int
-    new: int
-    repeats: int
-    schedules: list[str]
-    baseline: bool
-
-
-@dataclass(frozen=True)
-class Result:
-    """What was found about an engine.
-
-    Attributes:
-        tpot_ms: median of repeats_ms; tokens_per_s: of the whole batch.
-        bytes: that a step has to read; mbu: the time in which so many can be copied, as a share of tpot_ms.
-        first_step_s: seconds of the first step, compilation included.
-        compilation: what torch.compile counted.
-    """
-
-    tpot_ms: float
-    repeats_ms: tuple[float, ...]
-    tokens_per_s: float
-    bytes: int
-    mbu: float
-    first_step_s: float
-    check: Check
-    compilation: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table: what was measured, and the result or what went wrong."""
-
-    model: str
-    batch: int
-    engine: str
-    result: Result | None
-    error: str | None
-
-    @property
-    def warning(self) -> str | None:
-        """What is wrong with megaflow in this row."""
-        if self.engine == BASELINE:
-            return None
-        where = f"{self.model}, batch {self.batch}, {self.engine}"
-        if self.result is None:
-            return f"{where}: {self.error}"
-        found = self.result.check
-        if found.accurate:
-            return None
-        return (
-            f"{where}: relative error {found.relative_error:.2e} is above {LARGEST_ERROR} times "
-            f"that of transformers in bfloat16, {found.bf16_relative_error:.2e}"
-        )
 
 
 @dataclass(frozen=True)
@@ -124,68 +45,6 @@ class ModelReport:
     rows: list[Row]
 
 
-def describe_check(result: Result) -> str:
-    """The last column of the table."""
-    parts = [str(result.check)]
-    if counted := result.compilation:
-        recorded = counted.get("cudagraph_recorded_non_static_inputs", 0) > 0
-        whole = recorded and not counted.get("cudagraph_skips", 0)
-        parts.append("CUDA graphs" if whole else "CUDA GRAPHS NOT USED")
-        if counted["unique_graphs"] != 1:
-            parts.append(f"COMPILED {counted['unique_graphs']} TIMES")
-    return ", ".join(parts)
-
-
-def table_line(model: str, batch: str, engine: str, tpot: str, rate: str, size: str, mbu: str, check: str) -> str:
-    """A line of the table."""
-    return f"{model:<13} {batch:>5}  {engine:<21} {tpot:>8} {rate:>9} {size:>6} {mbu:>6}  {check}"
-
-
-def row_line(row: Row) -> str:
-    """The line of a row."""
-    if row.result is None:
-        return table_line(row.model, str(row.batch), row.engine, "-", "-", "-", "-", f"failed: {row.error}")
-    found = row.result
-    numbers = (f"{found.tpot_ms:.3f}", f"{found.tokens_per_s:,.0f}", f"{found.bytes / 1e9:.2f}", f"{found.mbu:.1%}")
-    return table_line(row.model, str(row.batch), row.engine, *numbers, describe_check(found))
-
-
-def find(
-    make: Callable[[], Engine],
-    prompts: torch.Tensor,
-    setting: Setting,
-    reference: Reference,
-    size: Callable[[float | None], int],
-    bandwidth: float,
-) -> Result:
-    """Make an engine, time it and check what it did.
-
-    Args:
-        size: bytes that a step has to read, by the number of active experts.
-    """
-    engine = make()
-    timed = measure(engine, prompts, setting.new, setting.repeats)
-    check = reference.check(prompts, timed)
-    tpot_ms = statistics.median(timed.repeats_ms)
-    read = size(check.active_experts)
-    return Result(
-        tpot_ms=tpot_ms,
-        repeats_ms=timed.repeats_ms,
-        tokens_per_s=1e3 * len(prompts) / tpot_ms,
-        bytes=read,
-        mbu=1e3 * read / bandwidth / tpot_ms,
-        first_step_s=timed.first_step_s,
-        check=check,
-        compilation=engine.compilation(),
-    )
-
-
-def random_prompts(vocab: int, batch: int, length: int, device: torch.device) -> torch.Tensor:
-    """Random token ids, int64 [batch, length]."""
-    generator = torch.Generator().manual_seed(PROMPT_SEED)
-    return torch.randint(vocab, (batch, length), generator=generator).to(device)
-
-
 def measure_model(name: str, setting: Setting, bandwidth: float) -> ModelReport:
     """Measure one model in all engines and print a line for each."""
     source = random_model(name)
@@ -193,22 +52,10 @@ def measure_model(name: str, setting: Setting, bandwidth: float) -> ModelReport:
     packing_s, mega = seconds(
         lambda: MegaModel.from_hf(source, max_batch_size=max(setting.batches), max_seq_len=positions, progress=False)
     )
-    engines: dict[str, Callable[[], Engine]] = {
-        f"megaflow {schedule}": partial(Megaflow, mega, schedule) for schedule in setting.schedules
-    }
-    if setting.baseline:
-        engines[BASELINE] = partial(StaticCacheLoop, source, setting.prompt, setting.new)
-    reference = Reference(float32_copy(source), source)
-    mean_context = setting.prompt + setting.new // 2
+    subject = Subject(name, source, mega, Reference(float32_copy(source), source))
     rows = []
     for batch in setting.batches:
-        prompts = random_prompts(mega.geometry.vocab, batch, setting.prompt, mega.device)
-        size = partial(step_bytes, mega.geometry, batch, mean_context)
-        for engine, make in engines.items():
-            result, error = attempt(partial(find, make, prompts, setting, reference, size, bandwidth))
-            release()
-            rows.append(Row(name, batch, engine, result, error))
-            typer.echo(row_line(rows[-1]))
+        rows += measure_point(subject, batch, setting.prompt, setting, bandwidth)
     first = next((row.result for row in rows if row.engine != BASELINE and row.result), None)
     return ModelReport(name, packing_s, first.first_step_s if first else None, rows)
 
@@ -232,10 +79,10 @@ def main(
     """Measure decode time per token and check the tokens of the measured runs."""
     refuse_unknown("--models", models, GEOMETRIES)
     refuse_unknown("--schedules", schedules, SCHEDULES)
-    setting = Setting(models, batches, prompt, new, repeats, schedules, baseline)
+    setting = Setting(new, repeats, schedules, baseline, models, batches, prompt)
     record = begin()
     typer.echo(f"{'setting':<14} prompts of {prompt} tokens, {new} steps, median of {repeats} repeats\n")
-    typer.echo(table_line("model", "batch", "engine", "TPOT ms", "tokens/s", "GB", "MBU", "check"))
+    typer.echo(header())
     reports = []
     for name in models:
         reports.append(measure_model(name, setting, record["copy_bytes_per_s"]))

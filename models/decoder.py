@@ -175,6 +175,12 @@ class Decoder:
             self._cache.reserve(sequence, length)
         self.batch = len(lengths)
         self._lengths = list(lengths)
+        self.rewind(lengths)
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Cut each sequence back to its first tokens, `lengths` of them, not finished; pages stay."""
+        assert all(kept <= length for kept, length in zip(lengths, self._lengths, strict=True))
+        self._lengths = list(lengths)
         self._state["positions"][: self.batch] = torch.tensor(self._lengths, dtype=torch.int32)
         self.set_ends([], 0)
 

@@ -1,9 +1,10 @@
 """Prefill in torch: the prompt's keys and values go into the paged cache, the last token's logits come back.
 
-It reads the same packed weights as the persistent kernel, one matrix unpacked at a time.
+It reads the same packed weights as the persistent kernel, one matrix unpacked at a time. Prompts go through the model a
+few at a time, so that its activations take no more memory in a large batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.nn import functional
@@ -15,6 +16,7 @@ from megaflow.tasks import TOPK
 from megaflow.tasks.packing import PackedWeight, padded
 
 HEAD_ROWS = 16384  # rows of the LM head that are unpacked at a time
+TOKENS_AT_ONCE = 32768  # that go through the model together, in whole prompts
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -67,6 +69,17 @@ def expert_matrix(packed: PackedWeight, expert: int, rows: int) -> torch.Tensor:
     return packed.unpack(first, first + rows)
 
 
+def groups(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The prompts that go together, as (first, end): at most TOKENS_AT_ONCE tokens, or one prompt."""
+    first = tokens = 0
+    for i, length in enumerate(lengths):
+        if i > first and tokens + length > TOKENS_AT_ONCE:
+            yield first, i
+            first, tokens = i, 0
+        tokens += length
+    yield first, len(lengths)
+
+
 @torch.no_grad()
 def prefill(
     model: Geometry,
@@ -84,6 +97,23 @@ def prefill(
     Returns:
         float32 [len(prompts), vocab]: logits after each prompt's last token.
     """
+    parts = [
+        prefill_group(model, weights, cache, cos, sin, prompts[first:end], first)
+        for first, end in groups([len(p) for p in prompts])
+    ]
+    return torch.cat(parts)
+
+
+def prefill_group(
+    model: Geometry,
+    weights: Weights,
+    cache: PagedKVCache,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    prompts: Sequence[torch.Tensor],
+    first: int,
+) -> torch.Tensor:
+    """prefill, of sequences `first` and on, all at once."""
     lengths = [len(p) for p in prompts]
     tokens = torch.cat(list(prompts))
     device = tokens.device
@@ -110,7 +140,7 @@ def prefill(
         q, k, v = rotate(q, cos, sin).to(dtype), rotate(k, cos, sin).to(dtype), v.to(dtype)
         attended = []
         rows = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-        for sequence, (q_s, k_s, v_s) in enumerate(rows):
+        for sequence, (q_s, k_s, v_s) in enumerate(rows, first):
             cache.write(layer, sequence, k_s, v_s)
             q_h, k_h, v_h = (x.transpose(0, 1)[None] for x in (q_s, k_s, v_s))
             out = functional.scaled_dot_product_attention(q_h, k_h, v_h, is_causal=True, enable_gqa=True)

@@ -13,6 +13,7 @@ from typing import Any
 import checking
 import common
 import engines
+import measuring
 import pytest
 import roofline
 import torch
@@ -134,7 +135,7 @@ def test_static_cache_steps_are_one_graph(monkeypatch: pytest.MonkeyPatch, make:
 def test_megaflow_is_measured_and_checked(schedule: str) -> None:
     source, prompts = small_model(), random_prompts(2, 6)
     mega = MegaModel.from_hf(source, max_batch_size=2, max_seq_len=16, steps_per_launch=2, progress=False)
-    timed = tpot.measure(engines.Megaflow(mega, schedule), prompts, steps=3, repeats=1)
+    timed = measuring.measure(engines.Megaflow(mega, schedule), prompts, steps=3, repeats=1)
     found = torch.cat((timed.first[:, None], timed.tokens), 1)
     assert torch.equal(found, torch.stack([reference_tokens(source, prompt, 4) for prompt in prompts])[:, 6:])
     assert len(timed.repeats_ms) == 1 and timed.repeats_ms[0] > 0 and timed.first_step_s > 0
@@ -151,7 +152,7 @@ def test_active_experts_of_a_check_are_those_of_the_kernel() -> None:
     source = small_moe_model(num_experts=8, mlp_only_layers=[0])  # one sparse layer: a step leaves its lists
     prompts = random_prompts(3, 6) % 120
     mega = MegaModel.from_hf(source, max_batch_size=3, max_seq_len=16, progress=False)
-    timed = tpot.measure(engines.Megaflow(mega, "static"), prompts, steps=3, repeats=1)
+    timed = measuring.measure(engines.Megaflow(mega, "static"), prompts, steps=3, repeats=1)
     check = checking.Reference(source, small_moe_model(num_experts=8, mlp_only_layers=[0])).check(prompts, timed)
     assert check.agreement == 1 and check.relative_error < 1e-4
     counts = []
@@ -184,7 +185,7 @@ def test_check_sees_wrong_tokens_and_logits() -> None:
     model, prompts = small_model(), random_prompts(2, 6)
     loop = engines.StaticCacheLoop(model, prompt=6, steps=4)
     with uncompiled():
-        timed = tpot.measure(loop, prompts, steps=4, repeats=1)
+        timed = measuring.measure(loop, prompts, steps=4, repeats=1)
     tokens = timed.tokens.clone()
     tokens[1, 3] = (tokens[1, 3] + 1) % 293
     fed = torch.cat((prompts, timed.first[:, None], timed.tokens[:, :-1]), 1)
@@ -263,7 +264,7 @@ def test_whole_run_with_a_baseline_that_fails(
         raise RuntimeError("no graph\nat all")
 
     monkeypatch.setattr(tpot, "random_model", lambda _: make().bfloat16())
-    monkeypatch.setattr(tpot, "StaticCacheLoop", failing)
+    monkeypatch.setattr(measuring, "StaticCacheLoop", failing)
     monkeypatch.setattr(checking, "LARGEST_ERROR", largest_error)
     with pytest.raises(typer.Exit) if code else nullcontext() as stop:
         tpot.main(["Qwen3-0.6B"], [2], 4, 2, 1, ["static"], True, tmp_path / "found.json")
@@ -286,11 +287,11 @@ def test_whole_run_with_a_baseline_that_fails(
 
 def test_warnings_are_about_megaflow_alone() -> None:
     check = checking.Check(1.0, 1.0, 0.0, 0.0, 0.02, 0.01)
-    result = tpot.Result(1.0, (1.0,), 1.0, 1, 0.5, 1.0, check, {})
-    row = tpot.Row("Qwen3-8B", 1, "megaflow static", result, None)
-    assert "Qwen3-8B, batch 1, megaflow static: relative error 2.00e-02 is above 1.5 times" in row.warning
+    result = measuring.Result(1.0, (1.0,), 1.0, 1, 0.5, 0.5, 1.0, check, {})
+    row = measuring.Row("Qwen3-8B", 1, 512, "megaflow static", result, None)
+    assert "Qwen3-8B, batch 1, context 512, megaflow static: relative error 2.00e-02 is above 1.5 times" in row.warning
     assert replace(row, result=None, error="DeadlockError: why").warning.endswith("DeadlockError: why")
-    assert replace(row, result=None, error="why", engine=tpot.BASELINE).warning is None
+    assert replace(row, result=None, error="why", engine=measuring.BASELINE).warning is None
     assert asdict(row)["result"]["check"]["relative_error"] == 0.02
 
 

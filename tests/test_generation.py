@@ -88,6 +88,26 @@ def test_a_new_prefill_forgets_the_sequences_before(hf, model):
         assert torch.allclose(model.decode(ids[:, 3]), hf(ids).logits[:, -1], atol=2e-5)
 
 
+def test_sequences_that_are_cut_back_go_on_as_before(hf, model):
+    prompt = PROMPTS[0]
+    wanted = reference_tokens(hf, torch.tensor(prompt), 3)[len(prompt) :].tolist()
+    first = model.prefill([prompt]).argmax(1)
+    for _ in range(2):
+        assert [first.item(), *model.decoder.run(first, 2, model.schedule)[0].tolist()] == wanted
+        model.decoder.rewind([len(prompt)])
+
+
+@pytest.mark.parametrize("at_once", [1, 4])  # the first two prompts together, or each alone
+def test_prompts_that_are_read_a_few_at_a_time_give_the_same_logits_and_cache(monkeypatch, hf, model, at_once):
+    monkeypatch.setattr("megaflow.models.prefill.TOKENS_AT_ONCE", at_once)
+    next_tokens = torch.tensor([8, 9, 10])
+    found = model.prefill(PROMPTS), model.decode(next_tokens)
+    with torch.no_grad():
+        for i, prompt in enumerate(PROMPTS):
+            wanted = hf(torch.tensor([[*prompt, next_tokens[i]]])).logits[0, -2:]
+            assert torch.allclose(torch.stack([logits[i] for logits in found]), wanted, atol=2e-5)
+
+
 def test_pages_are_given_back(model):
     for _ in range(5):  # 3 sequences of up to 64 tokens fit; leaked pages would run out
         model.generate([list(range(40))] * 3, 1)

@@ -87,12 +87,10 @@ def test_a_step_repeated_200_times_is_bit_identical_in_static_mode(models, batch
     mega.set_schedule("static")
     lengths = [PROMPT - 37 * i % PROMPT for i in range(batch)]
     mega.prefill([torch.randint(0, mega.geometry.vocab, (n,)) for n in lengths])
-    positions = mega._decoder._state["positions"][:batch].clone()
     tokens = torch.randint(0, mega.geometry.vocab, (batch,), device="cuda")
     first = mega.decode(tokens)
     for _ in range(200):
-        mega._decoder._state["positions"][:batch] = positions
-        mega._decoder._lengths = positions.tolist()
+        mega.decoder.rewind(lengths)
         assert torch.equal(mega.decode(tokens), first)
 
 
