@@ -92,8 +92,7 @@ def draw(record: dict[str, Any], directory: Path) -> list[Path]:
 
 def draw_lines(panel: Any, lines: list[Series], axis: str, quantity: str, values: list[tuple[float, ...]]) -> None:
     """Draw a quantity of each series on logarithmic axes, with ticks at the places that were measured."""
-    for line, heights, style in zip(lines, values, cycle(STYLES)):  # noqa: B905 (styles do not end)
-        color, marker = style
+    for line, heights, (color, marker) in zip(lines, values, cycle(STYLES)):
         panel.plot(line.at, heights, color=color, marker=marker, linewidth=1.8, label=line.label)
     places = sorted({place for line in lines for place in line.at})
     panel.set_xscale("log", base=2)
@@ -108,10 +107,10 @@ def draw_lines(panel: Any, lines: list[Series], axis: str, quantity: str, values
 
 
 def draw_floors(panel: Any, lines: list[Series]) -> None:
-    """Draw the floor of each series in its colour."""
-    for number, (line, style) in enumerate(zip(lines, cycle(STYLES))):  # noqa: B905
-        label = "floors: bytes to read / copy bandwidth" if number == 0 else None
-        panel.plot(line.at, line.floor_ms, color=style[0], linestyle="--", linewidth=1.2, label=label)
+    """Draw the floor of each series in its colour; the first is on top, where several have the same."""
+    for line, (color, _) in reversed(list(zip(lines, cycle(STYLES)))):
+        panel.plot(line.at, line.floor_ms, color=color, linestyle="--", linewidth=1.2)
+    panel.plot([], [], color="#555555", linestyle="--", linewidth=1.2, label="floors: bytes to read / copy bandwidth")
 
 
 def main(

@@ -8,8 +8,8 @@ Prompts are read by the prefill, however long: with random keys and values the s
 that tokens go to would be others.
 
 A sweep has one MegaModel, which is made for its largest batch and its longest prompt. So a point that both have may
-differ in time: where sequences may grow longer, attention is cut into more tiles. transformers, if it is measured, needs
-a cache of its own beside megaflow's and reads all prompts at once, so it may lack the memory for long ones.
+differ in time: where sequences may grow longer, attention is cut into more tiles. transformers, if it is measured,
+needs a cache of its own beside megaflow's and reads all prompts at once, so it may lack the memory for long ones.
 
 The last line printed is a JSON object with every number, of which plots.py draws plots; the exit code is 1 if megaflow
 failed or is less accurate than it should be.

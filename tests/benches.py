@@ -22,5 +22,5 @@ def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(common, "environment", lambda: {"device": "CPU"})
+    monkeypatch.setattr(common, "environment", lambda: {"device": "CPU", "commit": "0123456789ab"})
     monkeypatch.setattr(common, "copy_bandwidth", lambda: 1e9)
