@@ -4,9 +4,9 @@ The float32 model has no weights of its own: each layer is made from the bfloat1
 can be checked which does not fit on the GPU in float32. With experts, a token whose router has a near-tie may go to
 another expert after any rounding; that is a part of both errors.
 
-Prompts of thousands of tokens take too long in float32, and their attention takes too much memory. There the reference
-can go on from the keys and values of the prompt that the run's engine had in its cache: the steps are checked then,
-which are what was timed, and the prefill is not.
+Prompts of many tokens together take too long in float32, and the attention of a long one takes too much memory. There
+the reference can go on from the keys and values of the prompts that the run's engine had in its cache: the steps are
+checked then, which are what was timed, and the prefill is not.
 """
 
 import copy
@@ -78,11 +78,11 @@ class Reference:
         self._rounded = rounded
         self._asked: tuple[int, torch.Tensor, Check, torch.Tensor] | None = None
 
-    def check(self, prompts: torch.Tensor, run: Timed, past: Callable[[int], Past] | None = None) -> Check:
+    def check(self, prompts: torch.Tensor, run: Timed, past: Callable[[int, int], Past] | None = None) -> Check:
         """Check a run that went on from prompts, int64 [B, T].
 
         Args:
-            past: the keys and values of the prompt of each sequence, for the reference to go on from.
+            past: the keys and values of the prompts of sequences `first` to `end`, for the reference to go on from.
         """
         ids, steps = torch.cat((prompts, run.first[:, None], run.tokens), 1), run.tokens.shape[1]
         if past is not None:
@@ -95,12 +95,15 @@ class Reference:
             return about_tokens
         return replace(about_tokens, relative_error=relative_error(run.logits, last))
 
-    def _ask(self, ids: torch.Tensor, steps: int, past: Callable[[int], Past] | None) -> tuple[Check, torch.Tensor]:
+    def _ask(
+        self, ids: torch.Tensor, steps: int, past: Callable[[int, int], Past] | None
+    ) -> tuple[Check, torch.Tensor]:
         """What can be said about the last `steps` tokens of ids [B, length], and the last step's float32 logits."""
-        if past is None:
-            parts = [self._answers(part, steps, None) for part in ids.split(max(1, TOKENS_AT_ONCE // ids.shape[1]))]
-        else:
-            parts = [self._answers(part, steps, past(sequence)) for sequence, part in enumerate(ids.split(1))]
+        parts, first = [], 0
+        for part in ids.split(max(1, TOKENS_AT_ONCE // ids.shape[1])):
+            end = first + len(part)
+            parts.append(self._answers(part, steps, past(first, end) if past is not None else None))
+            first = end
         agrees, gaps, near_agrees, near_gaps, last, near_last, chosen = map(torch.cat, zip(*parts, strict=True))
         check = Check(
             agreement=float(agrees.float().mean()),
@@ -119,7 +122,7 @@ class Reference:
         """About n sequences, by sequence: what the check's numbers are made of.
 
         Args:
-            past: of all but the last `steps` tokens that are fed, if they are not to be read; n is 1 then.
+            past: of all but the last `steps` tokens that are fed, if they are not to be read.
         Returns:
             what `judge` says of their tokens and of bfloat16's, the last step's logits of both, and the experts that
             tokens go to, int64 [n, sparse layers, steps, per_token], in bfloat16.
@@ -165,7 +168,7 @@ def logits(model: Qwen3, ids: torch.Tensor, steps: int, past: Past | None) -> to
         return model(input_ids=ids, use_cache=False, logits_to_keep=steps).logits.float()
     cache = DynamicCache(config=model.config)
     for layer, (keys, values) in enumerate(past):
-        cache.update(keys[None].to(model.dtype), values[None].to(model.dtype), layer)
+        cache.update(keys.to(model.dtype), values.to(model.dtype), layer)
     return model(input_ids=ids, past_key_values=cache, logits_to_keep=steps).logits.float()
 
 

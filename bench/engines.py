@@ -11,7 +11,7 @@ from transformers import StaticCache
 from megaflow.models.mega_model import MegaModel
 from megaflow.scheduler import Schedule
 
-Past = list[tuple[torch.Tensor, torch.Tensor]]  # by layer: keys and values of a sequence, [KV heads, length, head_dim]
+Past = list[tuple[torch.Tensor, torch.Tensor]]  # by layer: keys and values, [n, KV heads, length, head_dim]
 
 SPARE = 1  # positions of the caches beyond those that are used
 
@@ -28,8 +28,8 @@ class Engine(Protocol):
     def restart(self) -> None:
         """Forget what was decoded; the prompts stay in the cache."""
 
-    def past(self, sequence: int) -> Past:
-        """What the cache has of a prompt."""
+    def past(self, first: int, end: int) -> Past:
+        """What the cache has of the prompts of sequences `first` to `end`, which is not among them."""
 
     def logits(self) -> torch.Tensor | None:
         """float32 [B, vocab]: logits of the latest step, if they are kept."""
@@ -65,13 +65,13 @@ class Megaflow:
     def restart(self) -> None:
         self._decoder.rewind(self._lengths)
 
-    def past(self, sequence: int) -> Past:
-        buffers, length = self._decoder.buffers, self._lengths[sequence]
+    def past(self, first: int, end: int) -> Past:
+        buffers, length = self._decoder.buffers, self._lengths[first]
 
         def cached(name: str) -> torch.Tensor:
             size = buffers[name].shape[2]
-            pages = buffers["block_table"][sequence, : -(-length // size)]
-            return buffers[name][pages].transpose(0, 1).flatten(1, 2)[:, :length]
+            pages = buffers["block_table"][first:end, : -(-length // size)]
+            return buffers[name][pages].transpose(1, 2).flatten(2, 3)[:, :, :length]
 
         layers = range(self._model.geometry.layers)
         return [(cached(f"layers.{layer}.k_cache"), cached(f"layers.{layer}.v_cache")) for layer in layers]
@@ -128,8 +128,8 @@ class StaticCacheLoop:
         for layer in self._cache.layers:
             layer.cumulative_length.fill_(self._prompt)
 
-    def past(self, sequence: int) -> Past:
-        kept = (sequence, slice(None), slice(self._prompt))
+    def past(self, first: int, end: int) -> Past:
+        kept = (slice(first, end), slice(None), slice(self._prompt))
         return [(layer.keys[kept], layer.values[kept]) for layer in self._cache.layers]
 
     def logits(self) -> None:

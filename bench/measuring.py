@@ -2,9 +2,9 @@
 
 A time is that of `new` greedy steps after the prefill, which is not timed, divided by `new`; the median of the repeats
 counts. A repeat starts from the same prefill as the one before. The tokens of the last timed repeat are then checked
-against transformers in float32 and in bfloat16. It reads prompts of up to LONGEST_PROMPT tokens itself. For longer ones
-the engine reads them again, so that nothing has to be believed that its steps have left in the cache, and transformers
-goes on from there.
+against transformers in float32 and in bfloat16. It reads prompts of up to MOST_READ tokens together itself. If there
+are more, the engine reads them again, so that nothing has to be believed that its steps have left in the cache, and
+transformers goes on from there.
 
 Memory bandwidth utilisation (MBU) compares the time with the floor: that of a copy of the bytes that a step has to
 read, which are the weights, and the keys and values halfway through the run. Of a layer with experts those weights
@@ -29,7 +29,7 @@ from megaflow.models.mega_model import MegaModel
 
 PROMPT_SEED = 1
 BASELINE = "transformers compiled"
-LONGEST_PROMPT = 8192  # that the reference reads: the attention of a sequence has heads * length**2 scores in float32
+MOST_READ = 8192  # tokens of prompts that the reference reads: in float32 more take longer than what is measured
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def find(
     """
     engine = make()
     timed = measure(engine, prompts, method.new, method.repeats)
-    if prompts.shape[1] <= LONGEST_PROMPT:
+    if prompts.numel() <= MOST_READ:
         check = reference.check(prompts, timed)
     else:
         engine.prefill(prompts)

@@ -1,8 +1,8 @@
 """How TPOT depends on the length of the context and on the batch.
 
-    python bench/sensitivity.py [--models Qwen3-8B] [--sweeps context] [--json FILE] [--plots DIR]
+    python bench/sensitivity.py [--models Qwen3-8B] [--sweeps context] [--json FILE]
 
-The sweep "context" goes over lengths of the prompts, in a few batches; the sweep "batch" goes over batches, with short
+The sweep "context" goes over lengths of the prompts, in small batches; the sweep "batch" goes over batches, with short
 prompts. Weights and prompts are random. How a time is taken and checked, and what the floor is, measuring.py says.
 Prompts are read by the prefill, however long: with random keys and values the steps would take as long, but the experts
 that tokens go to would be others.
@@ -17,7 +17,6 @@ failed or is less accurate than it should be.
 
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -26,16 +25,15 @@ from checking import Reference, float32_copy
 from common import GEOMETRIES, Qwen3, attempt, begin, end, random_model, refuse_unknown, release
 from engines import SPARE
 from measuring import Method, Row, Subject, header, measure_point, row_line
-from plots import draw
 
 from megaflow.models.mega_model import MegaModel
 from megaflow.scheduler import SCHEDULES
 
-MODELS = ["Qwen3-8B"]
+MODELS = ["Qwen3-0.6B", "Qwen3-8B"]
 AXES = {"context": "tokens of a prompt", "batch": "sequences"}
 ALL_AXES = list(AXES)
 CONTEXTS = [512, 4096, 16384, 32768]
-CONTEXT_BATCHES = [1, 8]
+CONTEXT_BATCHES = [1]
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128]
 DEFAULT_SCHEDULES = ["static"]
 
@@ -69,15 +67,13 @@ def measure_sweep(
     positions = max(sweep.contexts) + setting.new + SPARE
     make = partial(MegaModel.from_hf, source, max_batch_size=max(sweep.batches), max_seq_len=positions, progress=False)
     mega, error = attempt(make)
-    rows = []
-    for batch, context in sweep.points:
-        if mega is not None:
-            rows += measure_point(Subject(name, source, mega, reference), batch, context, setting, bandwidth)
-            continue
-        failed = [Row(name, batch, context, f"megaflow {schedule}", None, error) for schedule in setting.schedules]
+    if mega is None:
+        engines = [f"megaflow {schedule}" for schedule in setting.schedules]
+        failed = [Row(name, *point, engine, None, error) for point in sweep.points for engine in engines]
         typer.echo("\n".join(map(row_line, failed)))
-        rows += failed
-    return rows
+        return failed
+    subject = Subject(name, source, mega, reference)
+    return [row for point in sweep.points for row in measure_point(subject, *point, setting, bandwidth)]
 
 
 def measure_model(name: str, setting: Setting, bandwidth: float) -> dict[str, list[Row]]:
@@ -109,17 +105,11 @@ def main(
     schedules: Annotated[list[str], typer.Option(help="Of megaflow; likewise.")] = DEFAULT_SCHEDULES,
     baseline: Annotated[bool, typer.Option(help="Measure transformers, compiled, too.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the JSON object here too.")] = None,
-    plots: Annotated[Path | None, typer.Option(help="Draw a plot of each sweep into this directory.")] = None,
 ) -> None:
     """Measure decode time per token over context and batch, and check the tokens of the measured runs."""
     refuse_unknown("--models", models, GEOMETRIES)
     refuse_unknown("--sweeps", sweeps, AXES)
     refuse_unknown("--schedules", schedules, SCHEDULES)
-    if plots is not None and find_spec("matplotlib") is None:
-        raise typer.BadParameter(
-            "matplotlib is not installed; pip install '.[bench]', or write --json and draw elsewhere with plots.py",
-            param_hint="--plots",
-        )
     known = {"context": Sweep("context", context_batches, contexts), "batch": Sweep("batch", batches, [prompt])}
     setting = Setting(new, repeats, schedules, baseline, models, [known[axis] for axis in dict.fromkeys(sweeps)])
     record = begin()
@@ -135,9 +125,6 @@ def main(
         "setting": asdict(setting),
         "rows": [asdict(row) | {"sweep": axis, "warning": row.warning} for axis, row in rows],
     }
-    if plots is not None:
-        for path in draw(record, plots):
-            typer.echo(f"plot in {path}")
     end(record, warnings, json_file)
 
 

@@ -65,16 +65,18 @@ def test_an_engine_restarts_from_its_prompts_and_shows_what_the_cache_has_of_the
         tokens = engine.decode(first, 2)
         engine.restart()
         assert torch.equal(engine.decode(first, 2), tokens)
-    for sequence in range(2):
-        past = engine.past(sequence)
-        assert len(past) == len(exact.layers)
-        for (keys, values), layer in zip(past, exact.layers, strict=True):
-            assert torch.allclose(keys, layer.keys[sequence], atol=1e-5)
-            assert torch.allclose(values, layer.values[sequence], atol=1e-5)
+    for first, end in ((0, 2), (1, 2)):
+        for (keys, values), layer in zip(engine.past(first, end), exact.layers, strict=True):
+            assert torch.allclose(keys, layer.keys[first:end], atol=1e-5)
+            assert torch.allclose(values, layer.values[first:end], atol=1e-5)
 
 
 @pytest.mark.parametrize("make", [small_model, small_moe_model])
-def test_a_check_from_the_cache_says_what_one_from_the_prompts_says(make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("at_once", [1, 8192])  # tokens, in whole sequences
+def test_a_check_from_the_cache_says_what_one_from_the_prompts_says(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], at_once: int
+) -> None:
+    monkeypatch.setattr(checking, "TOKENS_AT_ONCE", at_once)
     model, prompts = make(), random_prompts(2, 9)
     loop = engines.StaticCacheLoop(model, 9, 3)
     with uncompiled():
@@ -104,7 +106,7 @@ class Careless(engines.Megaflow):
 def test_what_the_steps_leave_in_the_cache_is_not_believed(
     monkeypatch: pytest.MonkeyPatch, kind: type[engines.Megaflow], accurate: bool
 ) -> None:
-    monkeypatch.setattr(measuring, "LONGEST_PROMPT", 17)
+    monkeypatch.setattr(measuring, "MOST_READ", 17)
     source = small_model().bfloat16()
     reference = checking.Reference(checking.float32_copy(source), source)
     method = measuring.Method(new=1, repeats=1, schedules=[], baseline=False)
@@ -119,9 +121,9 @@ def test_whole_run_of_both_sweeps(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sensitivity, "random_model", lambda _: small_model().bfloat16())
-    monkeypatch.setattr(measuring, "LONGEST_PROMPT", 4)
+    monkeypatch.setattr(measuring, "MOST_READ", 4)
     sensitivity.main(
-        ["Qwen3-8B"], ["context", "batch"], [4, 5], [1], [2], 4, 2, 1, ["static"], False, tmp_path / "found.json", None
+        ["Qwen3-8B"], ["context", "batch"], [4, 5], [1], [2], 4, 2, 1, ["static"], False, tmp_path / "found.json"
     )
     printed = capsys.readouterr().out.splitlines()
     record = json.loads(printed[-1])
@@ -133,7 +135,7 @@ def test_whole_run_of_both_sweeps(
         ("context", 1, 5),
         ("batch", 2, 4),
     ]
-    assert [row["result"]["check"]["from_cache"] for row in rows] == [False, True, False]
+    assert [row["result"]["check"]["from_cache"] for row in rows] == [False, True, True]
     for row in rows:
         result = row["result"]
         assert row["warning"] is None and result["check"]["agreement"] == 1
@@ -153,17 +155,11 @@ def test_all_points_of_a_sweep_fail_without_memory_for_its_cache(
     monkeypatch.setattr(sensitivity, "random_model", lambda _: small_model().bfloat16())
     monkeypatch.setattr(sensitivity.MegaModel, "from_hf", full)
     with pytest.raises(typer.Exit) as stop:
-        sensitivity.main(["Qwen3-8B"], ["batch"], [4], [1], [2, 3], 9, 2, 1, ["static"], False, None, None)
+        sensitivity.main(["Qwen3-8B"], ["batch"], [4], [1], [2, 3], 9, 2, 1, ["static"], False, None)
     assert stop.value.exit_code == 1
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["error"] for row in record["rows"]] == ["OutOfMemoryError: no 12 positions"] * 2
     assert record["warnings"][0].startswith("batch: Qwen3-8B, batch 2, context 9, megaflow static: OutOfMemoryError")
-
-
-def test_plots_are_refused_at_once_where_they_cannot_be_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sensitivity, "find_spec", lambda _: None)
-    with pytest.raises(typer.BadParameter, match="matplotlib is not installed"):
-        sensitivity.main(plots=tmp_path)
 
 
 def test_lines_of_a_plot_are_what_was_measured_and_is_right() -> None:
