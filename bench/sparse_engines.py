@@ -6,62 +6,29 @@ embedding, one for each token.
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from chains import Kernel, Recorded
 from torch.nn import functional
 from transformers import Qwen3MoeForCausalLM
 
 from megaflow.graph import BATCH, Graph, Tensor
 from megaflow.models.experts import sparse_mlp
 from megaflow.models.geometry import Geometry
-from megaflow.models.planner import kinds_of, make_plan, operator_table
 from megaflow.models.stream import Names, Stream, norm_weight
 from megaflow.models.tiling import tiling
 from megaflow.models.weights import Weights
-from megaflow.runtime import LoadedPlan, new_control
-from megaflow.scheduler import find_schedule
 from megaflow.target import current_device
-from megaflow.tasks.packing import padded
 
 
-class Engine(Protocol):
-    """Something that runs a chain."""
-
-    def run(self, times: int) -> None:
-        """Run the chain from its start again and again; the GPU may still be at it on return."""
-
-    def output(self) -> torch.Tensor:
-        """[B, hidden]: h after the chain, of the latest run."""
-
-
-class Kernel:
-    """megaflow's kernel on a graph of the sparse layers alone. A launch is one of as many steps as there are runs."""
-
-    def __init__(self, model: Geometry, weights: Weights, batch: int, schedule: str) -> None:
-        dtype, where = weights.matrices["embedding"].data.dtype, weights.matrices["embedding"].data.device
-        device = current_device(where)
-        graph, h = sparse_graph(model, batch)
-        cut = tiling(model, batch, device, str(dtype).removeprefix("torch."))
-        buffers = {**weights.buffers(), "tokens": torch.arange(batch, dtype=torch.int32, device=where)}
-        for tensor in graph.tensors.values():
-            if tensor.name not in buffers:
-                *rows, width = tensor.bind(cut.symbols)
-                shape = (*rows, padded(width) if rows else width)
-                kept = dtype if tensor.dtype == "model" else getattr(torch, tensor.dtype)
-                buffers[tensor.name] = torch.zeros(shape, dtype=kept, device=where)
-        plan = make_plan(graph, cut, find_schedule(schedule), device.workers)
-        table = operator_table(graph, plan, buffers).to(where)
-        self._plan = LoadedPlan(plan, table, new_control(where), [kind.body for kind in kinds_of(graph)], cut.config)
-        self._output = buffers[h.name][:, : model.hidden]
-        self._buffers = buffers  # the table has their addresses
-
-    def run(self, times: int) -> None:
-        self._plan.launch(times)
-        self._plan.finish()
-
-    def output(self) -> torch.Tensor:
-        return self._output
+def kernel(model: Geometry, weights: Weights, batch: int, schedule: str) -> Kernel[torch.Tensor]:
+    """megaflow's kernel on a graph of the sparse layers alone."""
+    matrix = weights.matrices["embedding"].data
+    cut = tiling(model, batch, current_device(matrix.device), str(matrix.dtype).removeprefix("torch."))
+    buffers = weights.buffers() | {"tokens": torch.arange(batch, dtype=torch.int32, device=matrix.device)}
+    graph, h = sparse_graph(model, batch)
+    return Kernel(graph, cut, schedule, buffers, lambda buffers: buffers[h.name][:, : model.hidden])
 
 
 def sparse_graph(model: Geometry, batch: int) -> tuple[Graph, Tensor]:
@@ -85,33 +52,12 @@ def sparse_graph(model: Geometry, batch: int) -> tuple[Graph, Tensor]:
     return g, stream.h
 
 
-class Recorded:
-    """A function from h to h, replayed as a CUDA graph; on the CPU it is called."""
-
-    def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor], start: torch.Tensor) -> None:
-        self._forward = torch.no_grad()(partial(forward, start))
-        self._replay = self._call
-        if start.device.type == "cuda":
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # what is compiled, tuned and allocated at first
-                for _ in range(3):
-                    self._call()
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self._call()
-            self._replay = graph.replay
-
-    def _call(self) -> None:
-        self._output = self._forward()
-
-    def run(self, times: int) -> None:
-        for _ in range(times):
-            self._replay()
-
-    def output(self) -> torch.Tensor:
-        return self._output
+def recorded(
+    model: Qwen3MoeForCausalLM, batch: int, forward: Callable[[torch.Tensor], torch.Tensor]
+) -> Recorded[torch.Tensor]:
+    """A function from h to h as a CUDA graph, from the chain's start."""
+    start = start_of(model, batch)
+    return Recorded(partial(forward, start), start.device)
 
 
 def start_of(model: Qwen3MoeForCausalLM, batch: int) -> torch.Tensor:
@@ -126,13 +72,13 @@ def chain(layers: Iterable[Any], h: torch.Tensor) -> torch.Tensor:
     return h
 
 
-def transformers(model: Qwen3MoeForCausalLM, batch: int, implementation: str) -> Recorded:
+def transformers(model: Qwen3MoeForCausalLM, batch: int, implementation: str) -> Recorded[torch.Tensor]:
     """transformers' own blocks, with one of its implementations of experts."""
     model.set_experts_implementation(implementation)
-    return Recorded(partial(chain, model.model.layers), start_of(model, batch))
+    return recorded(model, batch, partial(chain, model.model.layers))
 
 
-def by_layer(model: Qwen3MoeForCausalLM, batch: int, layer: Callable[..., torch.Tensor]) -> Recorded:
+def by_layer(model: Qwen3MoeForCausalLM, batch: int, layer: Callable[..., torch.Tensor]) -> Recorded[torch.Tensor]:
     """A chain of a function like `grouped`, which is called once for each layer."""
     assert model.config.norm_topk_prob
     k, eps = model.config.num_experts_per_tok, model.config.rms_norm_eps
@@ -146,7 +92,7 @@ def by_layer(model: Qwen3MoeForCausalLM, batch: int, layer: Callable[..., torch.
             h = layer(h, gamma, router, gate_up, down, k, eps)
         return h
 
-    return Recorded(forward, start_of(model, batch))
+    return recorded(model, batch, forward)
 
 
 def routed(
@@ -189,13 +135,13 @@ def gathered(
     return h + (y * weight[:, :, None]).sum(1).to(h.dtype)
 
 
-def compiled(model: Qwen3MoeForCausalLM, batch: int, layer: Callable[..., torch.Tensor]) -> Recorded:
+def compiled(model: Qwen3MoeForCausalLM, batch: int, layer: Callable[..., torch.Tensor]) -> Recorded[torch.Tensor]:
     """A chain of a function that torch.compile has compiled, once for all layers."""
     options = {"coordinate_descent_tuning": True}  # which also turns products with one column into fused sums
     return by_layer(model, batch, torch.compile(layer, fullgraph=True, dynamic=False, options=options))
 
 
-def vllm(model: Qwen3MoeForCausalLM, batch: int) -> Recorded:
+def vllm(model: Qwen3MoeForCausalLM, batch: int) -> Recorded[torch.Tensor]:
     """A chain with vLLM's fused experts in Triton. Raises ModuleNotFoundError without vLLM."""
     from vllm.model_executor.layers.fused_moe import fused_experts
 

@@ -25,10 +25,11 @@ from typing import Annotated
 
 import torch
 import typer
+from chains import Engine
 from checking import LARGEST_ERROR, in_float32, mean_active, recorded_choices, relative_error
 from common import attempt, begin, end, random_model, refuse_unknown, release, seconds
 from roofline import sparse_mlp_bytes
-from sparse_engines import Engine, Kernel, chain, compiled, gathered, grouped, start_of, transformers, vllm
+from sparse_engines import chain, compiled, gathered, grouped, kernel, start_of, transformers, vllm
 from transformers import Qwen3MoeForCausalLM
 
 from megaflow.backend import interpreted
@@ -150,7 +151,9 @@ def ask(model: Qwen3MoeForCausalLM, batch: int) -> Reference:
     return Reference(start, added, relative_error(rounded, added), active)
 
 
-def find(make: Callable[[], Engine], setting: Setting, reference: Reference, size: float, bandwidth: float) -> Result:
+def find(
+    make: Callable[[], Engine[torch.Tensor]], setting: Setting, reference: Reference, size: float, bandwidth: float
+) -> Result:
     """Make an engine, time it and check what it did. `size`: bytes that a layer has to read."""
     engine = make()
     engine.run(setting.runs)
@@ -175,8 +178,8 @@ def measure(setting: Setting, bandwidth: float) -> list[Row]:
     weights = load_weights(model, geometry, dtype, model.device, progress=False)
     rows = []
     for batch in setting.batches:
-        engines: dict[str, Callable[[], Engine]] = {
-            f"{MEGAFLOW} {schedule}": partial(Kernel, geometry, weights, batch, schedule)
+        engines: dict[str, Callable[[], Engine[torch.Tensor]]] = {
+            f"{MEGAFLOW} {schedule}": partial(kernel, geometry, weights, batch, schedule)
             for schedule in setting.schedules
         }
         engines |= {
