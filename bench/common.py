@@ -121,6 +121,11 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / statistics.median(seconds(lambda: target.copy_(source))[0] for _ in range(5))
 
 
+def l2_bytes() -> int:
+    """Bytes that the L2 cache holds."""
+    return torch.cuda.get_device_properties().L2_cache_size
+
+
 def refuse_unknown(option: str, names: list[str], known: Mapping[str, object]) -> None:
     """Raises typer.BadParameter for a name that is not known."""
     for name in names:
@@ -137,13 +142,14 @@ def begin() -> dict[str, Any]:
     torch.set_float32_matmul_precision("highest")  # no TF32 in the reference
     facts = environment()
     cached = any(Path(triton.knobs.cache.dir).glob("*"))
-    bandwidth = copy_bandwidth()
+    bandwidth, cache = copy_bandwidth(), l2_bytes()
     torch.cuda.empty_cache()
     for fact, value in facts.items():
         typer.echo(f"{fact:<14} {value}")
     typer.echo(f"{'copy bandwidth':<14} {bandwidth / 1e12:.3f} TB/s")
+    typer.echo(f"{'L2 cache':<14} {cache / 2**20:.0f} MiB")
     typer.echo(f"{'Triton cache':<14} {'in use' if cached else 'empty'} at the start")
-    return {"environment": facts, "copy_bytes_per_s": bandwidth, "kernels_cached_at_start": cached}
+    return {"environment": facts, "copy_bytes_per_s": bandwidth, "l2_bytes": cache, "kernels_cached_at_start": cached}
 
 
 def end(record: dict[str, Any], warnings: list[str], json_file: Path | None) -> None:

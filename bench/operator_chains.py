@@ -26,7 +26,7 @@ from megaflow.tasks.packing import pack, padded
 
 OWN = ("weight", "k_cache", "v_cache")  # roles of what each copy has for itself, besides its outputs
 RESULTS = ("h_out", "out")  # roles of what is checked: the first that an operator has
-CACHED = 4 * 50 * 2**20  # bytes: four times the L2 cache of an H200
+CACHES = 4  # times what the L2 cache holds: of so much 2% would be found there if it dropped at random
 FEWEST = 4  # copies: between two replays of a CUDA graph the GPU idles for a moment
 PAGE_SIZE = 64
 
@@ -50,18 +50,18 @@ class Chain:
     Attributes:
         buffers: of megaflow, but for outputs and workspace.
         expected: of each copy's result, in float32.
-        torch: ways by name; the first is the product, or attention, alone; the last does what the task does.
+        ways: of torch, by name; the first is the product, or attention, alone; the last does what the task does.
     """
 
     graph: Graph
     cut: Tiling
     buffers: Buffers
     expected: list[torch.Tensor]
-    torch: dict[str, Way]
+    ways: dict[str, Way]
 
     def kernel(self, schedule: str) -> Kernel[list[torch.Tensor]]:
         """megaflow's kernel, which leaves each copy's result."""
-        results = [result_of(op) for op in self.graph.operators]
+        results = [op.outputs[result_role(op)] for op in self.graph.operators]
 
         def read(buffers: Buffers) -> list[torch.Tensor]:
             return [buffers[result.name][:, : result.width] for result in results]
@@ -88,14 +88,14 @@ def operator_bytes(op: Operator, model: Geometry, batch: int) -> int:
     return matrix_bytes(*op.tensor("weight").bind({}))
 
 
-def copies_for(size: int) -> int:
-    """How many copies with so many bytes each are more than the L2 cache can keep any of."""
-    return max(FEWEST, CACHED // size + 1)
+def copies_for(size: int, l2_bytes: int) -> int:
+    """How many copies with so many bytes each are more than an L2 cache of l2_bytes can keep any of."""
+    return max(FEWEST, CACHES * l2_bytes // size + 1)
 
 
-def result_of(op: Operator) -> Tensor:
-    """What is checked of an operator."""
-    return next(op.outputs[role] for role in RESULTS if role in op.outputs)
+def result_role(op: Operator) -> str:
+    """The role of what is checked of an operator."""
+    return next(role for role in RESULTS if role in op.outputs)
 
 
 def own(tensor: Tensor, copy: int) -> Tensor:
@@ -147,8 +147,8 @@ def linear_chain(op: Operator, cut: Tiling, count: int, device: torch.device) ->
     matrices = [torch.randn(rows, columns, device=device).mul_(columns**-0.5).bfloat16() for _ in range(count)]
     weight = op.inputs["weight"]
     buffers = {own(weight, i).name: pack(matrix.to(dtype)).data for i, matrix in enumerate(matrices)}
-    role = next(role for role in RESULTS if role in op.outputs)
-    expected = [LINEAR.oracle({**given, "weight": matrix.float()}, epilogue, eps)[role] for matrix in matrices]
+    result = result_role(op)
+    expected = [LINEAR.oracle({**given, "weight": matrix.float()}, epilogue, eps)[result] for matrix in matrices]
     if epilogue == "silu":  # torch's gate rows come before the up rows
         matrices = [matrix.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) for matrix in matrices]
     products = [functional.linear(scaled.float(), matrix.float()) for matrix in matrices]

@@ -1,12 +1,13 @@
 """Operators alone: microseconds of each operator of a model, in megaflow's kernel and in torch.
 
-    python bench/operators.py [--models Qwen3-8B] [--batches 1 --batches 64] [--contexts 512] [--json FILE]
+    python bench/operators.py [--models Qwen3-8B] [--batches 1] [--contexts 512] [--json FILE]
 
 A run goes through a chain of copies of one operator, each with weights (or keys and values) of its own: in all more
 than four times what the L2 cache holds. Input and workspace are shared. megaflow does `runs` runs in a launch, with the
 tiles of the whole model, in a kernel of that task kind alone; torch replays a CUDA graph of one run. An operator's time
 is that of the runs, divided by runs and copies: the median of the repeats, with the smallest and the largest, after one
-for warm-up. Both are in bfloat16. The bytes behind GB/s are those of the weight, or of the keys and values.
+for warm-up. What lies between two runs is in both times: megaflow's wait for a whole step, the gap between two replays.
+Both are in bfloat16. The bytes behind GB/s are those of the weight, or of the keys and values.
 
     operator           megaflow                                                      torch
     qkv, lm_head       the product, scaled by the RMSNorm's 1 / rms; in float32;     the product
@@ -25,9 +26,9 @@ In a model an operator waits for all of the one before. Calls in a CUDA graph do
 they share a workspace only (split K, split KV); else they overlap as operators of a model never can, which shows what
 waiting costs. The ratio is to the first line of torch, the product or attention alone.
 
-An error is that of the copies' results in the last repeat, before which they were NaN: the norm of the difference from
-float32, over its norm, with that of torch doing the same in bfloat16 beside it. The last line printed is a JSON object
-with every number; the exit code is 1 if megaflow failed or is less accurate than it should be.
+An error is that of what the timed repeats left in the copies' results, which were NaN before: the norm of the
+difference from float32, over its norm, with that of torch doing the same in bfloat16 beside it. The last line printed
+is a JSON object with every number; the exit code is 1 if megaflow failed or is less accurate than it should be.
 """
 
 import statistics
@@ -50,7 +51,7 @@ from megaflow.models.tiling import tiling
 from megaflow.scheduler import SCHEDULES
 from megaflow.target import current_device
 
-MODELS = ["Qwen3-8B"]
+MODELS = ["Qwen3-0.6B", "Qwen3-8B"]
 BATCHES = [1, 8, 64]
 CONTEXTS = [512, 4096]
 DEFAULT_SCHEDULES = ["static", "unfused"]
@@ -183,24 +184,23 @@ def find(
 def measure_case(case: Case, chain: Chain, setting: Setting) -> Iterator[Row]:
     """Measure one operator: the ways of torch first, then megaflow, whose errors are compared with the last of them."""
     engines: dict[str, tuple[Callable[[], Engine[list[torch.Tensor]]], list[torch.Tensor]]] = {
-        f"torch {name}": (way.engine, way.expected) for name, way in chain.torch.items()
+        f"torch {name}": (way.engine, way.expected) for name, way in chain.ways.items()
     }
     for schedule in setting.schedules:
         engines[f"{MEGAFLOW} {schedule}"] = (partial(chain.kernel, schedule), chain.expected)
     alone, bf16_error = None, None
     for number, (engine, (make, expected)) in enumerate(engines.items()):
         result, error = attempt(partial(find, make, setting, expected, case.bytes))
-        release()
         if number == 0 and result is not None:
             alone = result.us
-        if number < len(chain.torch):
+        if number < len(chain.ways):
             bf16_error = None if result is None else result.error
         ratio = None if result is None or alone is None else result.us / alone
         yield Row(case, engine, result, error, ratio, bf16_error)
 
 
-def measure(setting: Setting) -> list[Row]:
-    """Measure all operators and print a line for each engine."""
+def measure(setting: Setting, l2_bytes: int) -> list[Row]:
+    """Measure all operators on a GPU with that L2 cache and print a line for each engine."""
     rows, device = [], kernel_device()
     for name in setting.models:
         typer.echo(f"\n{name}\n" + table_line("batch", "operator", "engine", "us", "spread", "GB/s", "ratio", "error"))
@@ -209,10 +209,11 @@ def measure(setting: Setting) -> list[Row]:
             cut = tiling(model, batch, current_device(device), "float32" if interpreted() else "bfloat16")
             for op in operators_of(model, batch, setting.contexts):
                 size = operator_bytes(op, model, batch)
-                case = Case(name, batch, op.name.split(".")[-1], context_of(op), copies_for(size), size)
+                case = Case(name, batch, op.name.split(".")[-1], context_of(op), copies_for(size, l2_bytes), size)
                 for row in measure_case(case, make_chain(op, model, cut, case.copies, device), setting):
                     rows.append(row)
                     typer.echo(row_line(row))
+                release()
     return rows
 
 
@@ -222,7 +223,7 @@ def main(
     contexts: Annotated[list[int], typer.Option(min=1, help="Positions that attention is over; likewise.")] = CONTEXTS,
     schedules: Annotated[list[str], typer.Option(help="Of megaflow; likewise.")] = DEFAULT_SCHEDULES,
     runs: Annotated[int, typer.Option(min=1, help="Runs of a repeat.")] = 100,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed repeats.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repeats.")] = 3,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the JSON object here too.")] = None,
 ) -> None:
     """Measure the time of each operator and check what the measured runs computed."""
@@ -231,7 +232,7 @@ def main(
     setting = Setting(models, batches, contexts, schedules, runs, repeats)
     record = begin()
     typer.echo(f"{'setting':<14} {runs} runs, median of {repeats} repeats")
-    rows = measure(setting)
+    rows = measure(setting, record["l2_bytes"])
     warnings = [row.warning for row in rows if row.warning]
     end(record | {"setting": asdict(setting), "rows": [asdict(row) for row in rows]}, warnings, json_file)
 

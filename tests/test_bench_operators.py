@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import common
-import operator_chains
 import operators
 import pytest
 import roofline
@@ -51,12 +50,12 @@ def test_all_copies_in_the_kernel_and_in_torch_give_what_the_oracle_does(batch: 
         engine.run(2)
         for found, expected in zip(engine.output(), chain.expected, strict=True):
             assert relative_error(found, expected) < 1e-5, op.name
-        for way in chain.torch.values():
+        for way in chain.ways.values():
             recorded = way.engine()
             recorded.run(2)
             for found, expected in zip(recorded.output(), way.expected, strict=True):
                 assert found.dtype == torch.bfloat16 and 1e-4 < relative_error(found.float(), expected) < 1e-2, op.name
-        assert list(chain.torch.values())[-1].expected is chain.expected or len(chain.torch) == 1
+        assert list(chain.ways.values())[-1].expected is chain.expected or len(chain.ways) == 1
 
 
 @interpreter_only
@@ -65,7 +64,7 @@ def test_whole_run_over_operators(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(operators, "qwen3_config", lambda _, **changes: small_config(**changes))
-    monkeypatch.setattr(operators, "copies_for", lambda _: 1)
+    monkeypatch.setattr(operators, "copies_for", lambda *_: 1)
     operators.main(["Qwen3-8B"], [1], [20, 70], ["static"], 1, 2, tmp_path / "found.json")
     printed = capsys.readouterr().out.splitlines()
     record = json.loads(printed[-1])
@@ -118,9 +117,10 @@ def test_bytes_of_attention_are_those_of_its_context() -> None:
 
 
 def test_copies_are_more_than_four_times_the_l2_cache() -> None:
-    for size in (1, 2**20, 6144 * 4096 * 2, operator_chains.CACHED // 4, operator_chains.CACHED):
-        assert copies_for(size) * size > operator_chains.CACHED
-    assert copies_for(10**9) == 4
+    for l2_bytes in (50 * 2**20, 126 * 2**20):
+        for size in (1, 2**20, 6144 * 4096 * 2, l2_bytes, 4 * l2_bytes):
+            assert copies_for(size, l2_bytes) * size > 4 * l2_bytes
+        assert copies_for(10**9, l2_bytes) == 4
 
 
 def test_experts_are_left_to_the_benchmark_of_sparse_layers() -> None:
