@@ -9,6 +9,7 @@ wait waits, and the kernel runs to its end with results that nobody will read.
 """
 
 from megaflow.backend import interpreted, jit, tl
+from megaflow.lanes import word
 from megaflow.records import C0, C1, C2, NEED0, NEED1, TASK, WAIT0, WAIT1
 from megaflow.stamps import RUN_START, WAIT_START, clock
 
@@ -127,13 +128,12 @@ def await_inputs(inputs):
     if stamp is not None:
         tl.store(stamp + WAIT_START, clock(control + TICKS))
     if dynamic == 0:
-        event0 = tl.load(record + WAIT0)
-        event1 = tl.load(record + WAIT1)
-        task = tl.load(record + TASK)
+        event0 = word(record, WAIT0)
+        event1 = word(record, WAIT1)
         if event0 >= 0:
-            wait(events, event0, tl.load(record + NEED0) * epoch, control, task, timeout_ns)
+            wait(events, event0, word(record, NEED0) * epoch, control, word(record, TASK), timeout_ns)
         if event1 >= 0:
-            wait(events, event1, tl.load(record + NEED1) * epoch, control, task, timeout_ns)
+            wait(events, event1, word(record, NEED1) * epoch, control, word(record, TASK), timeout_ns)
     if stamp is not None:
         tl.store(stamp + RUN_START, clock(control + TICKS))
 
@@ -248,6 +248,6 @@ def drain(tickets, record, epoch):
     Every worker that meets the drain takes one ticket too many, so a step hands out as many tickets as its last event
     makes sure of, and the next step's begin where they end.
     """
-    used = tl.load(record + NEED0) * (epoch - 1)
-    ticket = tl.atomic_add(tickets + tl.load(record + C2) * 32, 1, sem="relaxed", scope="gpu") - used
-    return tl.where(ticket < tl.load(record + C1), tl.load(record + C0) + ticket, -1)
+    used = word(record, NEED0) * (epoch - 1)
+    ticket = tl.atomic_add(tickets + word(record, C2) * 32, 1, sem="relaxed", scope="gpu") - used
+    return tl.where(ticket < word(record, C1), word(record, C0) + ticket, -1)

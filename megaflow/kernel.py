@@ -28,11 +28,11 @@ from megaflow.device import (
     drain,
     notify,
     pop,
-    prefetch,
     push,
     wait,
 )
 from megaflow.kinds import ROUTING_FIELDS
+from megaflow.lanes import hold_record, hold_row, word
 from megaflow.records import (
     C0,
     C1,
@@ -134,13 +134,6 @@ def items_by_class(record, row, ROW: tl.constexpr):
 
 
 @jit
-def first_task(queue_offsets, worker):
-    """The first record of a worker's queue, -1 if it is empty."""
-    begin = tl.load(queue_offsets + worker)
-    return tl.where(begin < tl.load(queue_offsets + worker + 1), begin, -1)
-
-
-@jit
 def stopped(events, event_need, final_event, step, control, n_tasks, timeout_ns):
     """Whether all sequences have finished before `step`; waits for the step before to end."""
     wanted = tl.load(event_need + final_event) * (tl.load(control + EPOCH) + step)
@@ -180,32 +173,32 @@ def megakernel(
     CONFIG: tl.constexpr,
     FINGERPRINT: tl.constexpr,  # of the bodies: Triton's cache knows constexpr functions by name only
 ):
-    # what is live across a task costs registers in every task: epoch and queue bounds are read again when needed
     worker = tl.program_id(0)
     capacity = n_tasks + tl.num_programs(0)
-    task = -1
+    first_epoch = tl.load(control + EPOCH) + 1
     step = 0
     if DYNAMIC:
         task, step = pop(queues, n_queues, capacity, n_tasks, control, timeout_ns)
     else:
-        task = first_task(queue_offsets, worker)
+        task = tl.load(queue_offsets + worker)
+        queue_end = tl.load(queue_offsets + worker + 1)
+        task = tl.where(task < queue_end, task, -1)
+        following = hold_record(records, task + 1)
+    record = hold_record(records, tl.maximum(task, 0))
+    row = hold_row(table, word(record, OPERATOR))
 
     while task >= 0:
-        epoch = tl.load(control + EPOCH) + 1 + step
+        epoch = first_epoch + step
         drained = -1
-        if not DYNAMIC:  # noqa: SIM102  joined by "and" it would not be left out of the kernel
-            if tl.load(records + task * RECORD + KIND) == DRAIN_KIND:
-                drained = drain(tickets, records + task * RECORD, epoch)
-        record = records + tl.where(drained >= 0, drained, task) * RECORD
-        kind = tl.load(record + KIND)
-        row = table + tl.load(record + OPERATOR) * ROW
-        c0 = tl.load(record + C0)
-        c1 = tl.load(record + C1)
-        c2 = tl.load(record + C2)
-        notify0 = tl.load(record + NOTIFY0)
-        notify1 = tl.load(record + NOTIFY1)
-        if not DYNAMIC:  # the next record comes from device memory: the weights have pushed it out of the cache
-            prefetch(record + RECORD, drained < 0)
+        if not DYNAMIC:
+            # on their way while this task runs; past the queue's end they are of no use
+            next_row = hold_row(table, word(following, OPERATOR))
+            beyond = hold_record(records, task + 2)
+            if word(record, KIND) == DRAIN_KIND:
+                drained = drain(tickets, record, epoch)
+                if drained >= 0:
+                    record = hold_record(records, drained)
+        kind = word(record, KIND)
         stamp: tl.constexpr = None  # as a variable it could not go into the tuple
         if stamps is not None:
             stamp = task_stamp(stamps, record, step, n_tasks)
@@ -215,7 +208,7 @@ def megakernel(
         inputs = (record, epoch, DYNAMIC, events, control, timeout_ns, stamp)
         for index in tl.static_range(len(BODIES)):
             if kind == index:
-                BODIES[index](row, c0, c1, c2, step, inputs, CONFIG)
+                BODIES[index](row, word(record, C0), word(record, C1), word(record, C2), step, inputs, CONFIG)
         if kind == NOTHING_KIND:
             await_inputs(inputs)
         if stamps is not None:
@@ -226,12 +219,14 @@ def megakernel(
         if DYNAMIC:
             if bounds is None:
                 tl.debug_barrier()
-                if notify0 >= 0:
-                    signal(notify0, 1, step, steps, final_event, events, event_need, triggers_of, triggers, wait_count,
-                           arrivals, epoch, n_tasks, queues, n_queues, capacity, control, None, table, ROW)  # fmt: skip
-                if notify1 >= 0:
-                    signal(notify1, 1, step, steps, final_event, events, event_need, triggers_of, triggers, wait_count,
-                           arrivals, epoch, n_tasks, queues, n_queues, capacity, control, None, table, ROW)  # fmt: skip
+                if word(record, NOTIFY0) >= 0:
+                    signal(word(record, NOTIFY0), 1, step, steps, final_event, events, event_need, triggers_of,
+                           triggers, wait_count, arrivals, epoch, n_tasks, queues, n_queues, capacity, control,
+                           None, table, ROW)  # fmt: skip
+                if word(record, NOTIFY1) >= 0:
+                    signal(word(record, NOTIFY1), 1, step, steps, final_event, events, event_need, triggers_of,
+                           triggers, wait_count, arrivals, epoch, n_tasks, queues, n_queues, capacity, control,
+                           None, table, ROW)  # fmt: skip
             else:
                 # who is told of a result may let the lists be overwritten, so they are read before
                 counts = tl.full([LANES], 1, tl.int32)
@@ -252,20 +247,30 @@ def megakernel(
                                    triggers_of, triggers, wait_count, arrivals, epoch, n_tasks, queues, n_queues,
                                    capacity, control, bounds, table, ROW)  # fmt: skip
             task, step = pop(queues, n_queues, capacity, n_tasks, control, timeout_ns)
+            record = hold_record(records, tl.maximum(task, 0))
+            row = hold_row(table, word(record, OPERATOR))
         else:
-            if notify0 >= 0:
-                notify(events, notify0)
-            if notify1 >= 0:
-                notify(events, notify1)
-            if drained < 0:
+            if word(record, NOTIFY0) >= 0:
+                notify(events, word(record, NOTIFY0))
+            if word(record, NOTIFY1) >= 0:
+                notify(events, word(record, NOTIFY1))
+            if drained >= 0:
+                record = hold_record(records, task)
+            elif task + 1 < queue_end:
                 task += 1
-                if task == tl.load(queue_offsets + worker + 1):
-                    task = first_task(queue_offsets, worker)
-                    step += 1
-                    if step == steps:
-                        task = -1
-                    elif stopped(events, event_need, final_event, step, control, n_tasks, timeout_ns):
-                        task = -1
+                record = following
+                row = next_row
+                following = beyond
+            else:
+                task = tl.load(queue_offsets + worker)
+                record = hold_record(records, task)
+                row = hold_row(table, word(record, OPERATOR))
+                following = hold_record(records, task + 1)
+                step += 1
+                if step == steps:
+                    task = -1
+                elif stopped(events, event_need, final_event, step, control, n_tasks, timeout_ns):
+                    task = -1
 
     # the last worker to leave prepares the next launch
     tl.debug_barrier()

@@ -66,7 +66,7 @@ class LoadedPlan:
         self._queues = zeros(max(plan.ready_queues, 1), QUEUE_HEADER_WORDS + tasks + plan.workers)
         self._tickets = zeros(max(plan.drains, 1), 32)
         self._arrays = (
-            put(np.pad(plan.records, ((0, 1), (0, 0)))),  # workers look one record ahead
+            put(np.pad(plan.records, ((0, 2), (0, 0)))),  # workers look two records ahead
             put(plan.queue_offsets), table, self._events, put(plan.event_need),
             put(plan.triggers_of), put(plan.triggers), put(plan.wait_count), self._arrivals, put(plan.initial),
             self._queues, self._tickets, control,
@@ -85,7 +85,7 @@ class LoadedPlan:
 
     def stop_after(self, operator: str) -> None:
         """Leave out what comes after an operator from the next launch on, as Plan.stopped_after says."""
-        self._arrays[0][:-1].copy_(torch.from_numpy(self.plan.stopped_after(operator).records))
+        self._arrays[0][:-2].copy_(torch.from_numpy(self.plan.stopped_after(operator).records))
 
     def launch(self, steps: int, stamps: torch.Tensor | None = None) -> None:
         """Enqueue one launch of up to `steps` steps on the current stream; capturable in a CUDA graph.

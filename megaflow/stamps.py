@@ -6,6 +6,7 @@ interpreter has no such timer; there a counter goes up by one with each time tha
 """
 
 from megaflow.backend import interpreted, jit, tl
+from megaflow.lanes import word
 from megaflow.records import TASK
 
 if not interpreted():
@@ -25,7 +26,7 @@ SHIFT = tl.constexpr(SM_SHIFT)
 @jit
 def task_stamp(stamps, record, step, n_tasks):
     """Where the stamp of a record's task in `step` of the launch lies."""
-    return stamps + (tl.load(record + TASK).to(tl.int64) + step * n_tasks) * WIDTH
+    return stamps + (word(record, TASK).to(tl.int64) + step * n_tasks) * WIDTH
 
 
 @jit

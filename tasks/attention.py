@@ -11,9 +11,10 @@ from megaflow.backend import jit, tl
 from megaflow.device import await_inputs, prefetch
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, TaskKind, Tiling
+from megaflow.lanes import number, pointer
 from megaflow.regions import Access, Span, TiledOperator
 from megaflow.tasks.attention_oracle import oracle, run_tile
-from megaflow.tasks.common import by_role, number, pointer
+from megaflow.tasks.common import by_role
 
 FIELDS = ("qkv", "qkv_stride", "q_norm", "k_norm", "cos", "sin", "positions", "k_cache", "v_cache", "block_table",
           "block_table_stride", "page_shift", "kv_heads", "group", "splits", "out", "out_stride",

@@ -11,8 +11,9 @@ from megaflow.backend import jit, tl
 from megaflow.device import await_inputs
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, TaskKind, Tile, Tiling
+from megaflow.lanes import long, number, pointer
 from megaflow.regions import Access, Span, TiledOperator
-from megaflow.tasks.common import by_role, number, pointer
+from megaflow.tasks.common import by_role
 from megaflow.tasks.product import (
     BATCH,
     PRODUCT_FIELDS,
@@ -56,7 +57,7 @@ def weighted_sum(row, o_n, o_t, mask, slots):
 @jit
 def gated_shared(row, o_n, o_t, mask):
     """float32 [rows, tokens]: sigmoid(gate) * shared_out; zero where there is no shared expert."""
-    present = tl.load(row + SHARED_OUT) != 0
+    present = long(row, SHARED_OUT) != 0
     p_gate = pointer(row, GATE, tl.float32) + o_t * number(row, GATE_STRIDE)
     p_shared = pointer(row, SHARED_OUT, tl.float32) + (o_t * number(row, SHARED_STRIDE))[None, :] + o_n[:, None]
     gate = tl.load(p_gate, mask=present & (o_t < number(row, BATCH)), other=0.0)

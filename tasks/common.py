@@ -1,27 +1,14 @@
-"""What several task kinds share: small Triton functions, and steps of their tiling and rows."""
+"""What several task kinds share in their tiling and rows."""
 
 from collections.abc import Callable
 
 import torch
 
-from megaflow.backend import jit, tl
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, Tiling
 from megaflow.regions import Access, Span
 
 LINE = 32  # int32 in a 128-byte line, which each counter has to itself
-
-
-@jit
-def pointer(row, field: tl.constexpr, dtype: tl.constexpr):
-    """The pointer in a field of an operator's row."""
-    return tl.load(row + field).to(tl.pointer_type(dtype))
-
-
-@jit
-def number(row, field: tl.constexpr):
-    """The int32 in a field of an operator's row."""
-    return tl.load(row + field).to(tl.int32)
 
 
 def token_access(op: Operator, tiling: Tiling, role: str) -> Access:

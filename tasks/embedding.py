@@ -6,8 +6,9 @@ from megaflow.backend import jit, tl
 from megaflow.device import await_inputs
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, TaskKind, Tile, Tiling
+from megaflow.lanes import number, pointer
 from megaflow.regions import TiledOperator
-from megaflow.tasks.common import by_role, number, pointer, token_access
+from megaflow.tasks.common import by_role, token_access
 from megaflow.tasks.packing import BLOCK, PackedWeight, blocks
 
 FIELDS = ("tokens", "weight", "rows", "k_blocks", "width", "h", "h_stride", "gamma", "out", "out_stride",

@@ -13,8 +13,9 @@ from megaflow.backend import jit, tl
 from megaflow.device import await_inputs
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, TaskKind, Tiling
+from megaflow.lanes import number, pointer
 from megaflow.regions import Access, Routing, Span, TiledOperator
-from megaflow.tasks.common import by_role, number, pointer, whole_access
+from megaflow.tasks.common import by_role, whole_access
 from megaflow.tasks.expert_oracle import oracle, run_tile
 from megaflow.tasks.group import LISTS
 from megaflow.tasks.linear import TASK_COST, rows_per_task

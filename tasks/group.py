@@ -14,8 +14,9 @@ from megaflow.backend import jit, tl
 from megaflow.device import await_inputs
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, TaskKind, Tile, Tiling
+from megaflow.lanes import number, pointer
 from megaflow.regions import TiledOperator
-from megaflow.tasks.common import by_role, number, pointer, whole_access
+from megaflow.tasks.common import by_role, whole_access
 
 FIELDS = ("slot_of", "slot_of_stride", "batch", "slots", "count", "active", "active_count", "indptr", "pairs")
 (SLOT_OF, SLOT_OF_STRIDE, TOKENS, SLOTS, COUNT, ACTIVE, ACTIVE_COUNT, INDPTR,

@@ -10,7 +10,7 @@ for argmax).
 
 from megaflow.backend import jit, tl
 from megaflow.device import await_inputs, prefetch
-from megaflow.tasks.common import number, pointer
+from megaflow.lanes import long, number, pointer
 from megaflow.tasks.product import (
     BATCH,
     EPILOGUE,
@@ -190,7 +190,7 @@ def add_splits(row, y, c_row, c_split, splits, o_t, m_t):
 @jit
 def bias_of(row, o_n, rows):
     """float32 [rows of the sub-tile, 1]; zero if the operator has no bias."""
-    mask = (tl.load(row + BIAS) != 0) & (o_n < rows)
+    mask = (long(row, BIAS) != 0) & (o_n < rows)
     return tl.load(pointer(row, BIAS, tl.float32) + o_n, mask=mask, other=0.0)[:, None]
 
 

@@ -7,8 +7,9 @@ stream), so that the functions here take their pointers and sizes from the row o
 from megaflow.backend import jit, tl
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers
+from megaflow.lanes import number, pointer
 from megaflow.regions import TiledOperator
-from megaflow.tasks.common import by_role, number, pointer
+from megaflow.tasks.common import by_role
 from megaflow.tasks.packing import BLOCK, blocks
 
 PRODUCT_FIELDS = (

@@ -10,8 +10,9 @@ from megaflow.backend import jit, tl
 from megaflow.device import await_inputs
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, TaskKind, Tile, Tiling
+from megaflow.lanes import number, pointer
 from megaflow.regions import TiledOperator
-from megaflow.tasks.common import by_role, number, pointer, token_access
+from megaflow.tasks.common import by_role, token_access
 
 FIELDS = ("best_value", "best_index", "best_stride", "parts", "tokens", "positions", "finished", "unfinished",
           "generated", "generated_stride", "eos", "pad", "stop_step")  # fmt: skip

@@ -11,10 +11,11 @@ from megaflow.backend import jit, tl
 from megaflow.device import await_inputs
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, KernelConfig, TaskKind, Tile, Tiling
+from megaflow.lanes import number, pointer
 from megaflow.regions import Access, Span, TiledOperator
 from megaflow.tasks import combine, linear_oracle
 from megaflow.tasks.combine import SLOTS, WEIGHTS, gate_span, gated_shared, shared_row
-from megaflow.tasks.common import LINE, by_role, number, pointer, whole_access
+from megaflow.tasks.common import LINE, by_role, whole_access
 from megaflow.tasks.linear import rows_per_task
 from megaflow.tasks.packing import PackedWeight, padded
 from megaflow.tasks.product import (

@@ -11,8 +11,9 @@ from megaflow.device import await_inputs
 from megaflow.errors import PlanError
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers, TaskKind, Tile, Tiling
+from megaflow.lanes import number, pointer
 from megaflow.regions import TiledOperator
-from megaflow.tasks.common import by_role, number, pointer, token_access
+from megaflow.tasks.common import by_role, token_access
 
 FIELDS = ("logits", "logits_stride", "count", "slots", "normalised", "experts", "experts_stride",
           "weights", "weights_stride", "slot_of", "slot_of_stride")  # fmt: skip

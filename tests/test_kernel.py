@@ -15,6 +15,7 @@ from test_taskgraph import op
 from megaflow.backend import interpreted, jit, kernel_device, tl
 from megaflow.device import await_inputs
 from megaflow.kinds import ROW_WIDTH
+from megaflow.lanes import number, pointer
 from megaflow.plan import Plan
 from megaflow.runtime import LoadedPlan, new_control
 from megaflow.scheduler import SCHEDULES, Dynamic, Hybrid, Program, Static
@@ -28,11 +29,11 @@ WORKERS = 1 if interpreted() else 40
 @jit
 def stamp_body(row, c0, c1, c2, step, inputs, CONFIG: tl.constexpr):
     """Write down when the task started and ended, by a clock that all workers share."""
-    clock = tl.load(row).to(tl.pointer_type(tl.int32))
-    stamps = tl.load(row + 1).to(tl.pointer_type(tl.int32))
-    first = tl.load(row + 2).to(tl.int32)
-    tasks = tl.load(row + 3).to(tl.int32)
-    width = tl.load(row + 4).to(tl.int32)
+    clock = pointer(row, 0, tl.int32)
+    stamps = pointer(row, 1, tl.int32)
+    first = number(row, 2)
+    tasks = number(row, 3)
+    width = number(row, 4)
     await_inputs(inputs)
     at = stamps + (step * tasks + first + c0 * width + c1) * 2
     tl.store(at, tl.atomic_add(clock, 1, sem="acq_rel", scope="gpu"))
@@ -43,11 +44,11 @@ def stamp_body(row, c0, c1, c2, step, inputs, CONFIG: tl.constexpr):
 @jit
 def make_body(row, c0, c1, c2, step, inputs, CONFIG: tl.constexpr):
     """Write down when the task started and ended, and between that the partition of its layer and step."""
-    clock = tl.load(row).to(tl.pointer_type(tl.int32))
-    stamps = tl.load(row + 1).to(tl.pointer_type(tl.int32))
-    task = step * tl.load(row + 3).to(tl.int32) + tl.load(row + 2).to(tl.int32)
-    made = tl.load(row + 5).to(tl.pointer_type(tl.int32)) + step * tl.load(row + 6).to(tl.int32)
-    lists = tl.load(row + 7).to(tl.pointer_type(tl.int32))
+    clock = pointer(row, 0, tl.int32)
+    stamps = pointer(row, 1, tl.int32)
+    task = step * number(row, 3) + number(row, 2)
+    made = pointer(row, 5, tl.int32) + step * number(row, 6)
+    lists = pointer(row, 7, tl.int32)
     await_inputs(inputs)
     tl.store(stamps + task * 2, tl.atomic_add(clock, 1, sem="acq_rel", scope="gpu"))
     o = tl.arange(0, 128)
