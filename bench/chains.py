@@ -7,7 +7,7 @@ import torch
 
 from megaflow.graph import Graph
 from megaflow.kinds import Buffers, Tiling
-from megaflow.models.planner import kinds_of, make_plan, operator_table
+from megaflow.models.planner import bodies_of, make_plan, operator_table
 from megaflow.runtime import LoadedPlan, new_control
 from megaflow.scheduler import find_schedule
 from megaflow.target import current_device
@@ -49,7 +49,7 @@ class Kernel(Generic[T]):
                 self._buffers[tensor.name] = torch.zeros(shape, dtype=kept, device=where)
         plan = make_plan(graph, cut, find_schedule(schedule), current_device(where).workers)
         table = operator_table(graph, plan, self._buffers).to(where)
-        self._plan = LoadedPlan(plan, table, new_control(where), [kind.body for kind in kinds_of(graph)], cut.config)
+        self._plan = LoadedPlan(plan, table, new_control(where), bodies_of(graph), cut.config)
         self._read = read
 
     def run(self, times: int) -> None:

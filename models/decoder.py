@@ -12,7 +12,7 @@ from megaflow.kinds import Tiling
 from megaflow.models.experts import SLOT_PARTS, routing_symbols
 from megaflow.models.geometry import Geometry
 from megaflow.models.kv_cache import PagedKVCache
-from megaflow.models.planner import kinds_of, make_plan, operator_table
+from megaflow.models.planner import bodies_of, make_plan, operator_table
 from megaflow.models.qwen3 import LOGIT_PARTS, qwen3_graph
 from megaflow.models.stream import RESIDUAL_PARTS
 from megaflow.models.tiling import kernel_config, smallest_rows, tiling
@@ -143,7 +143,7 @@ class Decoder:
         plan = make_plan(self.graph, cut, schedule, self._device.workers)
         control = new_control(self._where)
         table = operator_table(self.graph, plan, {**self.buffers, "stop_step": control[STOP_STEP.value :]})
-        bodies = [kind.body for kind in kinds_of(self.graph)]
+        bodies = bodies_of(self.graph)
         return LoadedPlan(plan, table.to(self._where), control, bodies, cut.config)
 
     def _tuning_key(self) -> str:

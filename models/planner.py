@@ -1,6 +1,7 @@
 """From a model's graph to a plan for one batch size and schedule."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -18,6 +19,11 @@ def kinds_of(graph: Graph) -> tuple[TaskKind, ...]:
     """The task kinds that a graph uses. The kernel is compiled with no others; a kind's number is its place here."""
     used = {op.kind for op in graph.operators}
     return tuple(kind for kind in KINDS if kind.name in used)
+
+
+def bodies_of(graph: Graph) -> list[Any]:
+    """The Triton functions of the kinds that a graph uses, in the order of their numbers."""
+    return [kind.body for kind in kinds_of(graph)]
 
 
 def kind_numbers(graph: Graph) -> dict[str, int]:

@@ -9,7 +9,7 @@ from megaflow.backend import interpreted, kernel_device
 from megaflow.device import STOP_STEP
 from megaflow.graph import Graph, Tensor
 from megaflow.kinds import KernelConfig, Tile, Tiling
-from megaflow.models.planner import KINDS_BY_NAME, kinds_of, make_plan
+from megaflow.models.planner import KINDS_BY_NAME, bodies_of, make_plan
 from megaflow.runtime import LoadedPlan, new_control
 from megaflow.scheduler import find_schedule
 
@@ -67,7 +67,7 @@ def run_operator(
     buffers = {"stop_step": control[STOP_STEP.value :], **buffers}
     row = KINDS_BY_NAME[kind].packed_row(graph.operators[0], plan.graph.operators[0], buffers)
     table = torch.tensor([row], dtype=torch.int64).to(kernel_device())
-    loaded = LoadedPlan(plan, table, control, [k.body for k in kinds_of(graph)], kernel)
+    loaded = LoadedPlan(plan, table, control, bodies_of(graph), kernel)
     loaded.launch(1)
     assert loaded.finish() == 1
 

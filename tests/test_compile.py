@@ -17,7 +17,7 @@ from megaflow.compilation import compile_kernel
 from megaflow.models.geometry import Experts, Geometry
 from megaflow.models.tiling import kernel_config, token_tiles
 from megaflow.target import H200
-from megaflow.models.planner import kinds_of
+from megaflow.models.planner import bodies_of
 from megaflow.models.qwen3 import qwen3_graph
 models = {
     "narrow heads": Geometry(1, 4096, 12288, 32, 8, 64, 151936, False, 1e-6, 4096),
@@ -30,12 +30,12 @@ for name, model in models.items():
     sizes = token_tiles(model)
     whole = model.head_dim == 128 and model.qk_norm  # the variants have the largest tile only: the least room
     for tokens in sizes if whole else sizes[-1:]:
-        kinds = kinds_of(qwen3_graph(model, 4096, tokens))
+        bodies = bodies_of(qwen3_graph(model, 4096, tokens))
         capability, shared_memory = map(int, sys.argv[1:])
         config = kernel_config(model, tokens, dataclasses.replace(H200, shared_memory=shared_memory), "bfloat16")
         other = ("creating" if model.experts else "dynamic",) if whole and tokens == sizes[-1] else ()
         for mode in ("static", *other):
-            resources, _ = compile_kernel([kind.body for kind in kinds], config, capability, mode=mode)
+            resources, _ = compile_kernel(bodies, config, capability, mode=mode)
             print(json.dumps({"model": name, "tokens": tokens} | dataclasses.asdict(resources)))
 """
 
@@ -45,13 +45,13 @@ from megaflow.compilation import compile_kernel
 from megaflow.models.geometry import Geometry
 from megaflow.models.tiling import kernel_config
 from megaflow.target import H200
-from megaflow.models.planner import kinds_of
+from megaflow.models.planner import bodies_of
 from megaflow.models.qwen3 import qwen3_graph
 model = Geometry(1, 4096, 12288, 32, 8, 128, 151936, False, 1e-6, 4096)
-kinds = kinds_of(qwen3_graph(model, 4096, 1))
+bodies = bodies_of(qwen3_graph(model, 4096, 1))
 config = kernel_config(model, 1, H200, "bfloat16")
 for traced in (False, True):
-    resources, ptx = compile_kernel([kind.body for kind in kinds], config, 90, traced=traced)
+    resources, ptx = compile_kernel(bodies, config, 90, traced=traced)
     timer = ptx.count("%globaltimer") - 2 * ptx.count("POLL:")  # a poll reads it before and in its loop
     print(json.dumps({"smid": ptx.count("%smid"), "timer": timer} | dataclasses.asdict(resources)))
 """

@@ -12,7 +12,7 @@ from onetask import EPS, config, model_dtype, on_device, relative_error, toleran
 
 from megaflow.backend import kernel_device
 from megaflow.models.geometry import Experts, Geometry
-from megaflow.models.planner import kinds_of, make_plan, operator_table
+from megaflow.models.planner import bodies_of, make_plan, operator_table
 from megaflow.models.qwen3 import qwen3_graph
 from megaflow.models.tiling import kernel_config
 from megaflow.models.tiling import tiling as model_tiling
@@ -63,7 +63,7 @@ def test_a_chain_of_sparse_layers_equals_their_formula(batch, tokens, schedule):
         h = h + moe(h * torch.rsqrt(h.square().mean(1, keepdim=True) + EPS) * gamma, weights, sizes.slots)
     plan = make_plan(graph, tiling, find_schedule(schedule), 1)
     table = operator_table(graph, plan, buffers).to(kernel_device())
-    bodies = [kind.body for kind in kinds_of(graph)]
+    bodies = bodies_of(graph)
     loaded = LoadedPlan(plan, table, new_control(kernel_device()), bodies, tiling.config)
     loaded.launch(2)  # the second step finds what the first one left
     assert loaded.finish() == 2
