@@ -1,4 +1,4 @@
-"""Compiling the persistent kernel for a GPU that need not be there, and what the compiler says of it."""
+"""Compiling the persistent kernel without a launch: ahead of one, or for a GPU that need not be there."""
 
 import re
 import subprocess
@@ -8,16 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from megaflow.backend import interpreted, triton
 from megaflow.errors import BackendError
-from megaflow.kernel import fingerprint, megakernel
-from megaflow.kinds import ROW_WIDTH, KernelConfig
-from megaflow.runtime import COMPILE_OPTIONS
+from megaflow.kernel import megakernel
+from megaflow.kinds import KernelConfig
+from megaflow.runtime import COMPILE_OPTIONS, LAUNCH_OPTIONS, constants
 
 # bytes of shared memory that one program may use, by compute capability (CUDA programming guide, table of limits)
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 Mode = Literal["static", "dynamic", "creating"]
+
+SCALARS = {"n_tasks", "n_initial", "final_event", "steps", "n_queues"}  # and timeout_ns
+OF_INT64 = {"table", "stamps"}  # other arrays are of int32
 
 
 @dataclass(frozen=True)
@@ -45,25 +50,41 @@ def compile_kernel(
     if interpreted():
         raise BackendError("kernels of this process are interpreted; set TRITON_INTERPRET=0 before Python starts")
     names = megakernel.arg_names
-    scalars = {"n_tasks", "n_initial", "final_event", "steps", "n_queues"}
-    types = {name: "i32" for name in scalars} | {"timeout_ns": "i64", "table": "*i64", "stamps": "*i64"}
-    constants = {"ROW": ROW_WIDTH, "BODIES": tuple(bodies), "CONFIG": config, "FINGERPRINT": fingerprint(bodies)}
-    if not traced:
-        constants["stamps"] = None
-    constants["DYNAMIC"] = mode != "static"
-    if mode != "creating":
-        constants["bounds"] = None
-    signature = {name: "constexpr" if name in constants else types.get(name, "*i32") for name in names}
+    types = {name: "i32" for name in SCALARS} | {name: "*i64" for name in OF_INT64} | {"timeout_ns": "i64"}
+    fixed = compiled_in(bodies, config, mode, traced)
+    signature = {name: "constexpr" if name in fixed else types.get(name, "*i32") for name in names}
     source = triton.compiler.ASTSource(
         fn=megakernel,
         signature=signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
+        constexprs={(names.index(name),): value for name, value in fixed.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")},
     )
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
     compiled = triton.compile(source, target=target, options=COMPILE_OPTIONS)
     registers, stack = read_cubin(compiled.asm["cubin"])
     return Resources(registers, stack, compiled.metadata.shared), compiled.asm["ptx"]
+
+
+def compile_ahead(bodies: Sequence[Any], config: KernelConfig, mode: Mode) -> None:
+    """Compile and load the kernel that launches on the current device take (traced ones take another).
+
+    Triton keeps it, in this process and on disk, from where it is read the next time. Nothing happens where kernels
+    are interpreted.
+    """
+    if interpreted():
+        return
+    names = megakernel.arg_names
+    numbers = {name: 1 for name in (*SCALARS, "timeout_ns")}
+    arrays = {name: torch.int64 if name in OF_INT64 else torch.int32 for name in names}  # a type stands for an array
+    arguments = arrays | numbers | compiled_in(bodies, config, mode, traced=False)
+    kernel = megakernel.warmup(*(arguments[name] for name in names), grid=(1,), **LAUNCH_OPTIONS)
+    kernel[1,]  # loads it, with code for the host that triton 3.6 compiles for each combination of arguments
+
+
+def compiled_in(bodies: Sequence[Any], config: KernelConfig, mode: Mode, traced: bool) -> dict[str, Any]:
+    """The constants of a kernel, arrays that it does without among them."""
+    unused = {"stamps": not traced, "bounds": mode != "creating"}
+    return constants(bodies, config, mode != "static") | {name: None for name, is_unused in unused.items() if is_unused}
 
 
 def read_cubin(cubin: bytes) -> tuple[int, int]:

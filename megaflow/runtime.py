@@ -19,6 +19,7 @@ from megaflow.stamps import STAMP_WIDTH
 WARPS = 4
 # registers of a thread: else ptxas may put numbers away to fit more workers on an SM than there will be
 COMPILE_OPTIONS = {"num_warps": WARPS, "maxnreg": 255}
+LAUNCH_OPTIONS = {} if interpreted() else COMPILE_OPTIONS | {"launch_cooperative_grid": True}
 WAIT_TIMEOUT_S = 1.0
 
 
@@ -47,9 +48,7 @@ class LoadedPlan:
         self.plan = plan
         self._table = table
         self._control = control
-        self._bodies = tuple(bodies)
-        self._fingerprint = fingerprint(bodies)
-        self._config = config
+        self._constants = constants(bodies, config, plan.dynamic)
         self._timeout_ns = int(timeout_s * 1e9)
         device = table.device
 
@@ -99,7 +98,6 @@ class LoadedPlan:
         assert isinstance(steps, int) and steps >= 1, steps
         assert plan.graph.tasks * steps < 2**31, "tickets are int32"
         assert stamps is None or stamps.shape == (steps, plan.graph.tasks, STAMP_WIDTH)
-        options = {} if interpreted() else COMPILE_OPTIONS | {"launch_cooperative_grid": True}
         try:
             with torch.cuda.device_of(self._control):
                 megakernel[(plan.workers,)](
@@ -112,12 +110,8 @@ class LoadedPlan:
                     steps,
                     plan.ready_queues,
                     self._timeout_ns,
-                    ROW=ROW_WIDTH,
-                    DYNAMIC=plan.dynamic,
-                    BODIES=self._bodies,
-                    CONFIG=self._config,
-                    FINGERPRINT=self._fingerprint,
-                    **options,
+                    **self._constants,
+                    **LAUNCH_OPTIONS,
                 )
         except RuntimeError as error:
             if "cooperative" not in str(error):
@@ -199,6 +193,17 @@ class LoadedPlan:
             f"first in line is {plan.graph.task_name(task)}, which waits for event {plan.event_name(event)}: "
             f"seen {counters[event]}, needed {wanted[event]}; the launch was abandoned"
         )
+
+
+def constants(bodies: Sequence[Any], config: KernelConfig, dynamic: bool) -> dict[str, Any]:
+    """The kernel's arguments that are compiled in, by name."""
+    return {
+        "ROW": ROW_WIDTH,
+        "DYNAMIC": dynamic,
+        "BODIES": tuple(bodies),
+        "CONFIG": config,
+        "FINGERPRINT": fingerprint(bodies),
+    }
 
 
 def new_control(device: torch.device) -> torch.Tensor:

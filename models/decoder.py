@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from megaflow.compilation import compile_ahead
 from megaflow.device import STOP_STEP
 from megaflow.errors import DeadlockError, InputError
 from megaflow.graph import Graph, Tensor
@@ -12,10 +13,10 @@ from megaflow.kinds import Tiling
 from megaflow.models.experts import SLOT_PARTS, routing_symbols
 from megaflow.models.geometry import Geometry
 from megaflow.models.kv_cache import PagedKVCache
-from megaflow.models.planner import bodies_of, make_plan, operator_table
+from megaflow.models.planner import bodies_of, make_plan, mode_of, operator_table
 from megaflow.models.qwen3 import LOGIT_PARTS, qwen3_graph
 from megaflow.models.stream import RESIDUAL_PARTS
-from megaflow.models.tiling import kernel_config, smallest_rows, tiling
+from megaflow.models.tiling import kernel_config, smallest_rows, tiling, token_tiles
 from megaflow.models.tuning import tuned
 from megaflow.models.weights import Weights
 from megaflow.runtime import LoadedPlan, new_control
@@ -57,10 +58,12 @@ class Decoder:
         self._cache = cache
         self._device = device
         self._dtype = weights.matrices["embedding"].data.dtype
+        self._max_batch_size = max_batch_size
         self._graphs = {batch: qwen3_graph(model, cache.max_seq_len, batch) for batch in {1, max_batch_size}}
         self._lengths: list[int] = []
         self._trace: Trace | None = None
         self._plans: dict[tuple[int, Schedule], LoadedPlan] = {}
+        self._compiled: frozenset[bool] = frozenset()  # the modes
         self._where = where = cos.device
 
         def ints(*shape: int) -> torch.Tensor:
@@ -105,16 +108,22 @@ class Decoder:
     @property
     def graph(self) -> Graph:
         """One decode step of the present batch size."""
-        return self._graphs[1] if self.batch == 1 else self._graphs[max(self._graphs)]
+        return self._graph(self.batch)
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """All device tensors by name."""
         return {**self.constants, **self.caches, **self.working}
 
+    def _graph(self, batch: int) -> Graph:
+        return self._graphs[1] if batch == 1 else self._graphs[self._max_batch_size]
+
     def tiling(self) -> Tiling:
         """How the graph is cut for the present batch size."""
-        return tiling(self._model, self.batch, self._device, str(self._dtype).removeprefix("torch."))
+        return self._tiling(self.batch)
+
+    def _tiling(self, batch: int) -> Tiling:
+        return tiling(self._model, batch, self._device, str(self._dtype).removeprefix("torch."))
 
     def _activation(self, tensor: Tensor, limits: dict[str, int]) -> torch.Tensor:
         *rows, width = tensor.bind(limits)
@@ -125,6 +134,8 @@ class Decoder:
     def plan(self, schedule: Schedule) -> LoadedPlan:
         """The plan for the present batch size, made on first use; a schedule that tunes is timed then.
 
+        The first plan of a schedule waits until the kernels of all batch sizes are compiled.
+
         Raises:
             DeadlockError: a schedule that was timed did not finish.
         """
@@ -132,19 +143,34 @@ class Decoder:
         if key in self._plans:
             return self._plans[key]
         if isinstance(schedule, Auto) and schedule.tune:
-            self._plans[key] = self.plan(tuned(schedule, self._tuning_key(), self._seconds_of_step))
+            loaded = self.plan(tuned(schedule, self._tuning_key(), self._seconds_of_step))
         else:
-            self._plans[key] = self.load(schedule)
-        return self._plans[key]
+            loaded = self.load(schedule)
+        self.compile(schedule.modes | {loaded.plan.dynamic})
+        self._plans[key] = loaded
+        return loaded
 
     def load(self, schedule: Schedule) -> LoadedPlan:
         """A new plan for the present batch size."""
-        cut = self.tiling()
-        plan = make_plan(self.graph, cut, schedule, self._device.workers)
+        graph, cut = self.graph, self.tiling()
+        plan = make_plan(graph, cut, schedule, self._device.workers)
         control = new_control(self._where)
-        table = operator_table(self.graph, plan, {**self.buffers, "stop_step": control[STOP_STEP.value :]})
-        bodies = bodies_of(self.graph)
-        return LoadedPlan(plan, table.to(self._where), control, bodies, cut.config)
+        table = operator_table(graph, plan, {**self.buffers, "stop_step": control[STOP_STEP.value :]})
+        return LoadedPlan(plan, table.to(self._where), control, bodies_of(graph), cut.config)
+
+    def compile(self, modes: frozenset[bool]) -> None:
+        """Compile the kernels of all batch sizes, so that none waits for one later; `plan` has done so.
+
+        Args:
+            modes: Schedule.modes of the schedules that are to be used.
+        """
+        batches = sorted({min(tokens, self._max_batch_size) for tokens in token_tiles(self._model)})
+        for dynamic in modes - self._compiled:
+            for batch in batches:
+                graph = self._graph(batch)
+                with torch.cuda.device_of(self._state["tokens"]):
+                    compile_ahead(bodies_of(graph), self._tiling(batch).config, mode_of(graph, dynamic))
+        self._compiled |= modes
 
     def _tuning_key(self) -> str:
         """What the fastest schedule depends on, besides the candidates."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from megaflow.compilation import Mode
 from megaflow.graph import Graph
 from megaflow.kinds import Buffers, TaskKind, Tiling
 from megaflow.plan import Plan
@@ -31,6 +32,18 @@ def kind_numbers(graph: Graph) -> dict[str, int]:
     return {kind.name: number for number, kind in enumerate(kinds_of(graph))}
 
 
+def groups_tokens(graph: Graph) -> bool:
+    """Whether a graph groups the tokens of the whole batch by expert. Dynamic plans of it create tasks at run time."""
+    return any(op.kind == "group" for op in graph.operators)
+
+
+def mode_of(graph: Graph, dynamic: bool) -> Mode:
+    """The mode of the kernel that plans of a graph take."""
+    if not dynamic:
+        return "static"
+    return "creating" if groups_tokens(graph) else "dynamic"
+
+
 def program_of(graph: Graph, tiling: Tiling) -> Program:
     """The graph's operators, cut into tiles. Raises PlanError if one cannot be."""
 
@@ -39,8 +52,7 @@ def program_of(graph: Graph, tiling: Tiling) -> Program:
         return KINDS_BY_NAME[op.kind].cut(op, replace(tiling, part=part))
 
     operators = tuple(cut(index, None) for index in range(len(graph.operators)))
-    grouped = any(op.kind == "group" for op in graph.operators)  # tokens by expert, over the whole batch
-    return Program(operators, tiling.batch, None if grouped else cut)
+    return Program(operators, tiling.batch, None if groups_tokens(graph) else cut)
 
 
 def make_plan(graph: Graph, tiling: Tiling, schedule: Schedule, workers: int) -> Plan:

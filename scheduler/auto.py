@@ -78,6 +78,10 @@ class Auto(Schedule):
         if not 0 <= self.fill <= 1:
             raise ScheduleError(f"fill is {self.fill}; it must be 0 to 1")
 
+    @property
+    def modes(self) -> frozenset[bool]:
+        return frozenset(mode for candidate in self.candidates for mode in candidate.modes)
+
     def choose(self, program: Program, workers: int, kind_numbers: Mapping[str, int]) -> Schedule:
         """The candidate with the least predicted time, or an earlier one that is as good.
 

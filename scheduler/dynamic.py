@@ -32,6 +32,10 @@ class Dynamic(Schedule):
         if not 1 <= self.queues <= 64:
             raise ScheduleError(f"queues is {self.queues}; it must be 1 to 64")
 
+    @property
+    def modes(self) -> frozenset[bool]:
+        return frozenset({True})
+
     def plan(self, program: Program, workers: int, kind_numbers: Mapping[str, int]) -> Plan:
         graph = build_task_graph(program.operators, at_run_time=True)
         records = make_records(graph, graph.waits, graph.notifies, graph.event_need, kind_numbers)

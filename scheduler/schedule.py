@@ -14,11 +14,16 @@ class Schedule:
 
     Attributes:
         name: for messages; the class's name.
+        modes: whether its plans are dynamic: {False}, {True}, or both where that depends on the program.
     """
 
     @property
     def name(self) -> str:
         return type(self).__name__.lower()
+
+    @property
+    def modes(self) -> frozenset[bool]:
+        return frozenset({False})
 
     def schedule(self, ctx: Context) -> None:
         """Place all operators of `ctx`, by ctx.ready, execute, split and merge."""

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.interpreter
 
 def broken(loaded: LoadedPlan, plan: Plan) -> LoadedPlan:
     """The same launch with another plan, and a short bound."""
-    return LoadedPlan(plan, loaded._table, loaded._control, loaded._bodies, loaded._config, timeout_s=0.2)
+    compiled_in = loaded._constants
+    return LoadedPlan(plan, loaded._table, loaded._control, compiled_in["BODIES"], compiled_in["CONFIG"], timeout_s=0.2)
 
 
 def without(plan: Plan, column: str, record: int, value: int) -> Plan:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import SCHEDULES, check_tokens, reference_tokens, small_config, small_moe_config, small_moe_model
 from safetensors.torch import load_file, save_file
+from test_deadlock import broken
 from transformers import Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
@@ -19,7 +20,6 @@ from megaflow.models.geometry import read_geometry
 from megaflow.models.prefill import mix_experts
 from megaflow.models.reference import ReferenceVM
 from megaflow.records import FIELDS
-from megaflow.runtime import LoadedPlan
 from megaflow.scheduler import Context, Schedule
 
 GEOMETRIES = {
@@ -94,10 +94,7 @@ def test_a_task_that_is_never_created_is_not_blamed_for_a_deadlock():
     graph = good.plan.graph
     names = [graph.task_name(task) for task in range(graph.tasks)]
     records[names.index("layers.0.expert_down[1, 0, 0]"), FIELDS.index("notify0")] = -1
-    broken = LoadedPlan(
-        replace(good.plan, records=records), good._table, good._control, good._bodies, good._config, timeout_s=0.2
-    )
-    model.decoder._plans[3, model.schedule] = broken
+    model.decoder._plans[3, model.schedule] = broken(good, replace(good.plan, records=records))
     with pytest.raises(
         DeadlockError, match=r"first in line is layers.0.combine\[.*, which waits for event .*expert_down"
     ):
