@@ -66,11 +66,10 @@ def multiply_several(acc, x, x_stride, w, k, end, o_t, m_t, CONFIG: tl.constexpr
     On the tensor cores: w is where 64 weight rows begin, acc is [64, tokens].
     """
     B: tl.constexpr = WEIGHT_BLOCK
-    KB: tl.constexpr = CONFIG.k_blocks
     o_n = tl.arange(0, CONFIG.rows)
     o_c = tl.arange(0, B)
     tl.static_assert(CONFIG.rows == B)
-    for j in tl.static_range(KB):
+    for j in tl.static_range(CONFIG.k_blocks):
         m_c = (o_c < tl.where(k + j < end, B, 0))[None, :]
         p_w = w + (k + j) * (B * B) + (o_n[:, None] * B + o_c[None, :])
         wt = tl.load(tl.multiple_of(p_w, (1, 16)), mask=m_c, other=0.0)
