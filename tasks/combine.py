@@ -24,7 +24,6 @@ from megaflow.tasks.product import (
     X_STRIDE,
     X,
     add_residual,
-    residual_inputs,
     residual_row,
 )
 
@@ -73,9 +72,8 @@ def combine_body(row, c_column, c_token, c_unused, step, inputs, CONFIG: tl.cons
     mask = (o_n < number(row, ROWS))[:, None] & m_t[None, :]
     slots = number(row, SLOTS)
     await_inputs(inputs)
-    residual = residual_inputs(row, o_n, o_t, mask)
     y = weighted_sum(row, o_n, o_t, mask, slots) + gated_shared(row, o_n, o_t, mask)
-    ssq = add_residual(row, y, residual, o_n, o_t, mask, CONFIG)
+    ssq = add_residual(row, y, o_n, o_t, mask, CONFIG)
     tl.store(pointer(row, SSQ_OUT, tl.float32) + o_t * number(row, SSQ_OUT_STRIDE) + c_column, ssq, mask=m_t)
 
 

@@ -34,9 +34,10 @@ from megaflow.tasks.product import (
     W,
     X,
     empty_product,
-    multiply_several,
+    multiply,
     norm_scale,
     product_row,
+    reduce_product,
     squares,
     store_product,
     store_silu,
@@ -102,11 +103,11 @@ def expert_linear_body(row, c_place, c_row, c_unused, step, inputs, CONFIG: tl.c
                 first_row = first + i // rounds * R
                 k = i % rounds * KB
                 w = sub_tile(weight, first_row, k_blocks)
-                acc = multiply_several(acc, x, x_stride, w, k, k_blocks, o_x, m_t, CONFIG)
+                acc = multiply(acc, x, x_stride, w, k, k_blocks, o_x, m_t, CONFIG, T)
                 if k + KB >= k_blocks:
                     width = tl.maximum(number(row, NORM_WIDTH), 1)
                     scale = norm_scale(sums, number(row, PARTS), width, CONFIG)
-                    y = acc * scale[None, :]
+                    y = reduce_product(acc, T) * scale[None, :]
                     acc = empty_product(CONFIG, T)
                     o_n = first_row + tl.arange(0, R)
                     if epilogue == SILU:

@@ -32,12 +32,9 @@ from megaflow.tasks.product import (
     X,
     add_residual,
     empty_product,
-    load_weights,
-    multiply_one,
-    multiply_several,
+    multiply,
     norm_scale,
     reduce_product,
-    residual_inputs,
     squares,
     store_product,
     store_silu,
@@ -72,33 +69,31 @@ def one_token(row, c_row, c_token, inputs, CONFIG: tl.constexpr):
     k_blocks = number(row, K_BLOCKS)
     o_t = c_token + tl.arange(0, 1)
     m_t = o_t < number(row, BATCH)
-    x = pointer(row, X, CONFIG.element) + c_token * number(row, X_STRIDE)
+    x = pointer(row, X, CONFIG.element)
+    x_stride = number(row, X_STRIDE)
     weight = pointer(row, W, CONFIG.element)
     parts = number(row, PARTS)
     width = tl.maximum(number(row, NORM_WIDTH), 1)
     first = c_row * run * R
-    # one loop over all sub-tiles, so that the load pipeline does not run dry between them
-    rounds = (k_blocks + KB - 1) // KB
-    total = tl.minimum(run, (rows - first + R - 1) // R) * rounds
+    sub_tiles = tl.minimum(run, (rows - first + R - 1) // R)
 
     o_k = tl.arange(0, CONFIG.prefetch)
     w = sub_tile(weight, first, k_blocks)
     prefetch(w + (o_k[:, None] * (B * B) + tl.arange(0, R)[None, :] * B), (o_k < k_blocks)[:, None])
     await_inputs(inputs)
     sums = squares(row, o_t, m_t, 1)
-    o_n = first + tl.arange(0, R)
-    mask = (o_n < rows)[:, None] & m_t[None, :]
-    residual = residual_inputs(row, o_n, o_t, mask & (epilogue == RESIDUAL))
 
     ssq = tl.full([1], 0.0, tl.float32)
     best = tl.full([1], float("-inf"), tl.float32)
     best_row = tl.full([1], 0, tl.int32)
     acc = empty_product(CONFIG, 1)
-    for i in tl.range(0, total, num_stages=CONFIG.stages):
+    # one loop over all sub-tiles, so that the load pipeline does not run dry between them
+    rounds = (k_blocks + KB - 1) // KB
+    for i in tl.range(0, sub_tiles * rounds, num_stages=CONFIG.stages):
         first_row = first + i // rounds * R
         k = i % rounds * KB
-        weights = load_weights(sub_tile(weight, first_row, k_blocks), k, k_blocks, CONFIG)
-        acc = multiply_one(acc, x, weights, k, k_blocks, CONFIG)
+        w = sub_tile(weight, first_row, k_blocks)
+        acc = multiply(acc, x, x_stride, w, k, k_blocks, o_t, m_t, CONFIG, 1)
         if k + KB >= k_blocks:
             y = reduce_product(acc, 1) * norm_scale(sums, parts, width, CONFIG)[None, :]
             acc = empty_product(CONFIG, 1)
@@ -107,10 +102,7 @@ def one_token(row, c_row, c_token, inputs, CONFIG: tl.constexpr):
             if epilogue == SILU:
                 store_silu(row, y, first_row, o_t, m_t, 1.0, CONFIG)
             elif epilogue == RESIDUAL:
-                ssq += add_residual(row, y, residual, o_n, o_t, mask, CONFIG)
-                o_n += R
-                mask = (o_n < rows)[:, None] & (m_t & (i + 1 < total))[None, :]
-                residual = residual_inputs(row, o_n, o_t, mask)
+                ssq += add_residual(row, y, o_n, o_t, mask, CONFIG)
             else:
                 y += bias_of(row, o_n, rows)
                 store_product(row, y, o_n, o_t, mask)
@@ -151,7 +143,7 @@ def several_tokens(row, c_row, c_token, c_split, inputs, CONFIG: tl.constexpr):
     await_inputs(inputs)
     y = empty_product(CONFIG, T)
     for k in tl.range(begin, end, CONFIG.k_blocks, num_stages=CONFIG.stages):
-        y = multiply_several(y, x, x_stride, w, k, end, o_t, m_t, CONFIG)
+        y = multiply(y, x, x_stride, w, k, end, o_t, m_t, CONFIG, T)
     last = True
     if span < k_blocks:
         y, last = add_splits(row, y, c_row, c_split, (k_blocks + span - 1) // span, o_t, m_t)
@@ -163,7 +155,7 @@ def several_tokens(row, c_row, c_token, c_split, inputs, CONFIG: tl.constexpr):
         if epilogue == SILU:
             store_silu(row, y, c_row * R, o_t, m_t, 1.0, CONFIG)
         elif epilogue == RESIDUAL:
-            ssq = add_residual(row, y, residual_inputs(row, o_n, o_t, mask), o_n, o_t, mask, CONFIG)
+            ssq = add_residual(row, y, o_n, o_t, mask, CONFIG)
             tl.store(pointer(row, SSQ_OUT, tl.float32) + o_t * number(row, SSQ_OUT_STRIDE) + c_row, ssq, mask=m_t)
         else:
             y += bias_of(row, o_n, rows)

@@ -7,7 +7,7 @@ stream), so that the functions here take their pointers and sizes from the row o
 from megaflow.backend import jit, tl
 from megaflow.graph import Operator
 from megaflow.kinds import Buffers
-from megaflow.lanes import long, number, pointer
+from megaflow.lanes import number, pointer
 from megaflow.regions import TiledOperator
 from megaflow.tasks.common import by_role
 from megaflow.tasks.packing import BLOCK, blocks
@@ -39,49 +39,39 @@ def sub_tile(weight, first_row, k_blocks):
 
 
 @jit
-def load_weights(w, k, end, CONFIG: tl.constexpr):
-    """Blocks k to k + KB, as far as they come before `end`, of a sub-tile that begins at w: [KB, rows, 64]."""
-    B: tl.constexpr = WEIGHT_BLOCK
-    o_k = k + tl.arange(0, CONFIG.k_blocks)
-    o_n = tl.arange(0, CONFIG.rows)
-    o_c = tl.arange(0, B)
-    p_w = w + (o_k[:, None, None] * (B * B) + o_n[None, :, None] * B + o_c[None, None, :])
-    return tl.load(tl.multiple_of(p_w, (1, 1, 16)), mask=(o_k < end)[:, None, None], other=0.0)
+def multiply(acc, x, x_stride, w, k, end, o_t, m_t, CONFIG: tl.constexpr, T: tl.constexpr):
+    """Add the product of weight blocks k to k + KB, as far as they come before `end`, and the input's same columns.
 
-
-@jit
-def multiply_one(acc, x, weights, k, end, CONFIG: tl.constexpr):
-    """Add the product of blocks that load_weights has loaded and the same columns of a token's input."""
-    B: tl.constexpr = WEIGHT_BLOCK
-    o_k = k + tl.arange(0, CONFIG.k_blocks)
-    p_x = x + (o_k[:, None] * B + tl.arange(0, B)[None, :])
-    xt = tl.load(tl.multiple_of(p_x, (1, 16)), mask=(o_k < end)[:, None], other=0.0)
-    return acc + weights.to(tl.float32) * xt.to(tl.float32)[:, None, :]
-
-
-@jit
-def multiply_several(acc, x, x_stride, w, k, end, o_t, m_t, CONFIG: tl.constexpr):
-    """Add the product of blocks k to k + KB, as far as they come before `end`, and the tokens' same columns.
-
-    On the tensor cores: w is where 64 weight rows begin, acc is [64, tokens].
+    w is where a sub-tile of CONFIG.rows weight rows begins. One token: multiply and add in registers, acc is [KB, rows,
+    64]. Several: a block's 64 rows on the tensor cores, acc is [64, T].
     """
     B: tl.constexpr = WEIGHT_BLOCK
+    KB: tl.constexpr = CONFIG.k_blocks
     o_n = tl.arange(0, CONFIG.rows)
     o_c = tl.arange(0, B)
-    tl.static_assert(CONFIG.rows == B)
-    for j in tl.static_range(CONFIG.k_blocks):
-        m_c = (o_c < tl.where(k + j < end, B, 0))[None, :]
-        p_w = w + (k + j) * (B * B) + (o_n[:, None] * B + o_c[None, :])
-        wt = tl.load(tl.multiple_of(p_w, (1, 16)), mask=m_c, other=0.0)
-        p_x = x + o_t[:, None] * x_stride + (o_c + (k + j) * B)[None, :]
-        xt = tl.load(tl.multiple_of(p_x, (1, 16)), mask=m_t[:, None] & m_c, other=0.0)
-        acc = tl.dot(wt, tl.trans(xt), acc, input_precision="ieee")
-    return acc
+    if T == 1:
+        o_k = k + tl.arange(0, KB)
+        m_k = o_k < end
+        p_w = w + (o_k[:, None, None] * (B * B) + o_n[None, :, None] * B + o_c[None, None, :])
+        wt = tl.load(tl.multiple_of(p_w, (1, 1, 16)), mask=m_k[:, None, None], other=0.0)
+        p_x = x + tl.sum(o_t) * x_stride + (o_k[:, None] * B + o_c[None, :])
+        xt = tl.load(tl.multiple_of(p_x, (1, 16)), mask=m_k[:, None], other=0.0)
+        return acc + wt.to(tl.float32) * xt.to(tl.float32)[:, None, :]
+    else:
+        tl.static_assert(CONFIG.rows == B)
+        for j in tl.static_range(KB):
+            m_c = (o_c < tl.where(k + j < end, B, 0))[None, :]
+            p_w = w + (k + j) * (B * B) + (o_n[:, None] * B + o_c[None, :])
+            wt = tl.load(tl.multiple_of(p_w, (1, 16)), mask=m_c, other=0.0)
+            p_x = x + o_t[:, None] * x_stride + (o_c + (k + j) * B)[None, :]
+            xt = tl.load(tl.multiple_of(p_x, (1, 16)), mask=m_t[:, None] & m_c, other=0.0)
+            acc = tl.dot(wt, tl.trans(xt), acc, input_precision="ieee")
+        return acc
 
 
 @jit
 def empty_product(CONFIG: tl.constexpr, T: tl.constexpr):
-    """The accumulator of a product, zero: for one token [KB, rows, 64], for several [rows, T]."""
+    """The accumulator of `multiply`, zero."""
     if T == 1:
         return tl.full([CONFIG.k_blocks, CONFIG.rows, WEIGHT_BLOCK], 0.0, tl.float32)
     else:
@@ -90,7 +80,7 @@ def empty_product(CONFIG: tl.constexpr, T: tl.constexpr):
 
 @jit
 def reduce_product(acc, T: tl.constexpr):
-    """float32 [rows, T] from the accumulator of a product."""
+    """float32 [rows, T] from the accumulator of `multiply`."""
     if T == 1:
         return tl.sum(tl.sum(acc, 2), 0)[:, None]
     else:
@@ -142,25 +132,17 @@ def store_silu(row, y, first_row, o_t, m_t, share, CONFIG: tl.constexpr):
 
 
 @jit
-def residual_inputs(row, o_n, o_t, mask):
-    """What add_residual adds to and multiplies with: h [rows, tokens] and gamma [rows, 1]; zero if there is none."""
-    h = pointer(row, H, tl.float32) + o_t[None, :] * number(row, H_STRIDE) + o_n[:, None]
-    m_n = (o_n < number(row, ROWS)) & (long(row, GAMMA) != 0)
-    gamma = tl.load(pointer(row, GAMMA, tl.float32) + o_n, mask=m_n, other=0.0)
-    return tl.load(h, mask=mask, other=0.0), gamma[:, None]
-
-
-@jit
-def add_residual(row, y, residual, o_n, o_t, mask, CONFIG: tl.constexpr):
+def add_residual(row, y, o_n, o_t, mask, CONFIG: tl.constexpr):
     """h_out = h + y; out = h_out * gamma, the next RMSNorm's input. Returns the sum of squares by token.
 
     Not in place: small tiles are replicated over threads, and one would write h before another has read it.
     """
-    h, gamma = residual
-    h += y
-    tl.store(pointer(row, H_OUT, tl.float32) + o_t[None, :] * number(row, H_STRIDE) + o_n[:, None], h, mask=mask)
+    h_offsets = o_t[None, :] * number(row, H_STRIDE) + o_n[:, None]
+    h = y + tl.load(pointer(row, H, tl.float32) + h_offsets, mask=mask, other=0.0)
+    tl.store(pointer(row, H_OUT, tl.float32) + h_offsets, h, mask=mask)
+    gamma = tl.load(pointer(row, GAMMA, tl.float32) + o_n, mask=o_n < number(row, ROWS), other=0.0)
     p_out = pointer(row, OUT, CONFIG.element) + o_t[None, :] * number(row, OUT_STRIDE) + o_n[:, None]
-    tl.store(p_out, (h * gamma).to(CONFIG.element), mask=mask)
+    tl.store(p_out, (h * gamma[:, None]).to(CONFIG.element), mask=mask)
     return tl.sum(tl.where(mask, h * h, 0.0), 0)
 
 

@@ -33,12 +33,10 @@ from megaflow.tasks.product import (
     X,
     add_residual,
     empty_product,
-    load_weights,
-    multiply_one,
+    multiply,
     norm_scale,
     product_row,
     reduce_product,
-    residual_inputs,
     residual_row,
     squares,
     store_silu,
@@ -78,8 +76,7 @@ def slot_linear_body(row, c_slot, c_row, c_unused, step, inputs, CONFIG: tl.cons
     for i in tl.range(0, sub_tiles * rounds, num_stages=CONFIG.stages):
         first_row = first + i // rounds * R
         k = i % rounds * KB
-        weights = load_weights(sub_tile(weight, first_row, k_blocks), k, k_blocks, CONFIG)
-        acc = multiply_one(acc, x, weights, k, k_blocks, CONFIG)
+        acc = multiply(acc, x, x_stride, sub_tile(weight, first_row, k_blocks), k, k_blocks, o_t, m_t, CONFIG, 1)
         if k + KB >= k_blocks:
             width = tl.maximum(number(row, NORM_WIDTH), 1)
             y = reduce_product(acc, 1) * norm_scale(sums, number(row, PARTS), width, CONFIG)[None, :]
@@ -109,13 +106,11 @@ def add_slots(row, c_row, first, end, slots, CONFIG: tl.constexpr):
         o_n = start + tl.arange(0, COLUMNS)
         mask = (o_n < end)[:, None]
         p_sums = pointer(row, SUMS, tl.float32) + o_n[:, None]
-        residual = residual_inputs(row, o_n, o_t, mask)
         y = tl.full([COLUMNS, 1], 0.0, tl.float32)
         for slot in range(0, slots, LOADED):
             for i in tl.static_range(LOADED):
                 y += tl.load(p_sums + (slot + i) * number(row, SUMS_STRIDE), mask=mask & (slot + i < slots), other=0.0)
-        y += gated_shared(row, o_n, o_t, mask)
-        ssq += add_residual(row, y, residual, o_n, o_t, mask, CONFIG)
+        ssq += add_residual(row, y + gated_shared(row, o_n, o_t, mask), o_n, o_t, mask, CONFIG)
     tl.store(pointer(row, SSQ_OUT, tl.float32) + o_t + c_row, ssq)
 
 

@@ -204,8 +204,7 @@ def test_expert_linear_equals_its_oracle_and_reads_active_experts_only(routing, 
     batch, tokens, experts, slots = routing
     rows, columns = (96, 144) if epilogue == "silu" else (80, 48)
     inputs, outputs, buffers, values = expert_case(epilogue, routing, choice(batch, experts, slots), rows, columns)
-    # one token's slots go to slot_linear: there are no tiles of one token
-    run("expert_linear", inputs, outputs, buffers, config(max(tokens, 16)), batch, how, epilogue=epilogue)
+    run("expert_linear", inputs, outputs, buffers, config(tokens), batch, how, epilogue=epilogue)
     assert relative_error(buffers["out"], EXPERT_LINEAR.oracle(values, epilogue, EPS)["out"]) < tolerance()
 
 
