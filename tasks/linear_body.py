@@ -84,8 +84,9 @@ def one_token(row, c_row, c_token, inputs, CONFIG: tl.constexpr):
     sums = squares(row, o_t, m_t, 1)
 
     ssq = tl.full([1], 0.0, tl.float32)
-    best = tl.full([1], float("-inf"), tl.float32)
-    best_row = tl.full([1], 0, tl.int32)
+    scale = tl.full([1], 1.0, tl.float32)
+    best = tl.full([R, 1], float("-inf"), tl.float32)
+    best_row = tl.full([R, 1], 0, tl.int32)
     acc = empty_product(CONFIG, 1)
     # one loop over all sub-tiles, so that the load pipeline does not run dry between them
     rounds = (k_blocks + KB - 1) // KB
@@ -95,7 +96,9 @@ def one_token(row, c_row, c_token, inputs, CONFIG: tl.constexpr):
         w = sub_tile(weight, first_row, k_blocks)
         acc = multiply(acc, x, x_stride, w, k, k_blocks, o_t, m_t, CONFIG, 1)
         if k + KB >= k_blocks:
-            y = reduce_product(acc, 1) * norm_scale(sums, parts, width, CONFIG)[None, :]
+            if i < rounds:  # the sum across threads is taken once, when the first product is done
+                scale = norm_scale(sums, parts, width, CONFIG)
+            y = reduce_product(acc, 1) * scale[None, :]
             acc = empty_product(CONFIG, 1)
             o_n = first_row + tl.arange(0, R)
             mask = (o_n < rows)[:, None] & m_t[None, :]
@@ -107,13 +110,14 @@ def one_token(row, c_row, c_token, inputs, CONFIG: tl.constexpr):
                 y += bias_of(row, o_n, rows)
                 store_product(row, y, o_n, o_t, mask)
                 if epilogue == LOGITS:
-                    tile_best, tile_row = best_of(y, o_n, mask)
-                    best_row = tl.where(tile_best > best, tile_row, best_row)
-                    best = tl.maximum(best, tile_best)
+                    better = mask & (y > best)
+                    best_row = tl.where(better, o_n[:, None], best_row)
+                    best = tl.where(better, y, best)
     if epilogue == RESIDUAL:
         tl.store(pointer(row, SSQ_OUT, tl.float32) + o_t * number(row, SSQ_OUT_STRIDE) + c_row, ssq, mask=m_t)
     elif epilogue == LOGITS:
-        store_best(row, best, best_row, o_t, m_t, c_row)
+        tile_best, tile_row = best_of(best, best_row)
+        store_best(row, tile_best, tile_row, o_t, m_t, c_row)
 
 
 @jit
@@ -161,7 +165,7 @@ def several_tokens(row, c_row, c_token, c_split, inputs, CONFIG: tl.constexpr):
             y += bias_of(row, o_n, rows)
             store_product(row, y, o_n, o_t, mask)
             if epilogue == LOGITS:
-                best, best_row = best_of(y, o_n, mask)
+                best, best_row = best_of(tl.where(mask, y, float("-inf")), o_n[:, None])
                 store_best(row, best, best_row, o_t, m_t, c_row)
 
 
@@ -195,11 +199,10 @@ def bias_of(row, o_n, rows):
 
 
 @jit
-def best_of(y, o_n, mask):
-    """The largest of y [rows, tokens] and the first row that has it, by token."""
-    y = tl.where(mask, y, float("-inf"))
+def best_of(y, o_n):
+    """The largest of y [rows, tokens], by token, and the first of the row numbers o_n [rows, 1] that have it."""
     best = tl.max(y, 0)
-    return best, tl.min(tl.where(y == best[None, :], o_n[:, None], 2**31 - 1), 0)
+    return best, tl.min(tl.where(y == best[None, :], o_n, 2**31 - 1), 0)
 
 
 @jit

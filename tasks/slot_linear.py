@@ -72,14 +72,17 @@ def slot_linear_body(row, c_slot, c_row, c_unused, step, inputs, CONFIG: tl.cons
     share = tl.load(pointer(row, WEIGHTS, tl.float32) + c_slot)
     weight = sub_tile(pointer(row, W, CONFIG.element), expert * ((rows + B - 1) // B * B), k_blocks)
     sums = squares(row, o_t, m_t, 1)
+    scale = tl.full([1], 1.0, tl.float32)
     acc = empty_product(CONFIG, 1)
     for i in tl.range(0, sub_tiles * rounds, num_stages=CONFIG.stages):
         first_row = first + i // rounds * R
         k = i % rounds * KB
         acc = multiply(acc, x, x_stride, sub_tile(weight, first_row, k_blocks), k, k_blocks, o_t, m_t, CONFIG, 1)
         if k + KB >= k_blocks:
-            width = tl.maximum(number(row, NORM_WIDTH), 1)
-            y = reduce_product(acc, 1) * norm_scale(sums, number(row, PARTS), width, CONFIG)[None, :]
+            if i < rounds:  # the sum across threads is taken once, when the first product is done
+                width = tl.maximum(number(row, NORM_WIDTH), 1)
+                scale = norm_scale(sums, number(row, PARTS), width, CONFIG)
+            y = reduce_product(acc, 1) * scale[None, :]
             acc = empty_product(CONFIG, 1)
             if epilogue == SILU:
                 store_silu(row, y, first_row, o_t + c_slot, m_t, share, CONFIG)
