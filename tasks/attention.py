@@ -53,10 +53,23 @@ def norm_rope(x, pair, weight, pair_weight, cos, sin, o_d, CONFIG: tl.constexpr)
 
 @jit
 def slots(table, positions, mask, page_shift, kv_heads, c_head, CONFIG: tl.constexpr):
-    """Offsets of the given positions' vectors in a paged cache [pages, kv_heads, page_size, head_dim]."""
-    page = tl.load(table + (positions >> page_shift), mask=mask, other=0).to(tl.int64)
+    """Numbers of the given positions' vectors in a paged cache [pages, kv_heads, page_size, head_dim].
+
+    32 bits hold them: a cache with more vectors would be larger than any GPU's memory.
+    """
+    page = tl.load(table + (positions >> page_shift), mask=mask, other=0)
     within = positions & ((1 << page_shift) - 1)
-    return (((page * kv_heads + c_head) << page_shift) + within) * CONFIG.head_dim
+    return ((page * kv_heads + c_head) << page_shift) + within
+
+
+@jit
+def load_block(k_cache, v_cache, slot, mask, CONFIG: tl.constexpr):
+    """Keys [head_dim, n] and values [n, head_dim] of the cached vectors with these numbers; 0 where masked."""
+    o_d = tl.arange(0, CONFIG.head_dim)
+    first = slot.to(tl.int64) * CONFIG.head_dim
+    p_k = tl.multiple_of(k_cache + first[None, :] + o_d[:, None], (16, 1))
+    p_v = tl.multiple_of(v_cache + first[:, None] + o_d[None, :], (1, 16))
+    return tl.load(p_k, mask=mask[None, :], other=0.0), tl.load(p_v, mask=mask[:, None], other=0.0)
 
 
 @jit
@@ -149,7 +162,7 @@ def attention_body(row, c_sequence, c_head, c_split, step, inputs, CONFIG: tl.co
     o_s = start + tl.arange(0, S)
     m_s = o_s < stop
     slot = slots(table, o_s, m_s, page_shift, kv_heads, c_head, CONFIG)
-    lines = slot[:, None] + tl.arange(0, D // LINE)[None, :] * LINE
+    lines = slot.to(tl.int64)[:, None] * D + tl.arange(0, D // LINE)[None, :] * LINE
     prefetch(k_cache + lines, m_s[:, None])
     prefetch(v_cache + lines, m_s[:, None])
     await_inputs(inputs)
@@ -165,6 +178,12 @@ def attention_body(row, c_sequence, c_head, c_split, step, inputs, CONFIG: tl.co
         new_k = tl.load(p_new + o_d[None, :])
         new_k_pair = tl.load(p_new + o_pair[None, :])
         new_v = tl.load(qkv + (group + 1) * D + o_d).to(CONFIG.element)
+        if CONFIG.tokens == 1:
+            # before any arithmetic: a load behind a reduction's barriers would start late. Kernels for more tokens
+            # have no registers left for that
+            k, v = load_block(k_cache, v_cache, slot, m_s, CONFIG)
+            o_s += S
+            slot = slots(table, o_s, o_s < stop, page_shift, kv_heads, c_head, CONFIG)
         q = norm_rope(q, q_pair, q_weight, q_pair_weight, cos, sin, o_gd, CONFIG)
         q = (q * (LOG2E * D**-0.5)).to(CONFIG.element)
 
@@ -175,19 +194,20 @@ def attention_body(row, c_sequence, c_head, c_split, step, inputs, CONFIG: tl.co
             # the new position goes to the cache, and into the softmax from here
             key = norm_rope(new_k, new_k_pair, k_weight, k_pair_weight, cos, sin, o_d[None, :], CONFIG)
             key = key.to(CONFIG.element)
-            tl.store(k_cache + new_slot + o_d[None, :], key)
-            tl.store(v_cache + new_slot + o_d, new_v)
+            tl.store(k_cache + new_slot.to(tl.int64) * D + o_d[None, :], key)
+            tl.store(v_cache + new_slot.to(tl.int64) * D + o_d, new_v)
             top = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1)
             total = tl.full([G], 1.0, tl.float32)
             acc = tl.broadcast_to(new_v.to(tl.float32)[None, :], (G, D))
-        for first in range(start, stop, S):
+        if CONFIG.tokens == 1:
+            top, total, acc = attend(q, k, v, m_s, top, total, acc, CONFIG)
+            start += S
+        # one stage: a block's page is looked up while the block before is taken in, which is all that stages would do
+        for first in tl.range(start, stop, S, num_stages=1):
             o_s = first + tl.arange(0, S)
             m_s = o_s < stop
-            slot = slots(table, o_s, m_s, page_shift, kv_heads, c_head, CONFIG)
-            p_k = tl.multiple_of(k_cache + slot[None, :] + o_d[:, None], (16, 1))
-            p_v = tl.multiple_of(v_cache + slot[:, None] + o_d[None, :], (1, 16))
-            k = tl.load(p_k, mask=m_s[None, :], other=0.0)
-            v = tl.load(p_v, mask=m_s[:, None], other=0.0)
+            k, v = load_block(k_cache, v_cache, slot, m_s, CONFIG)
+            slot = slots(table, o_s + S, o_s + S < stop, page_shift, kv_heads, c_head, CONFIG)
             top, total, acc = attend(q, k, v, m_s, top, total, acc, CONFIG)
 
         out = pointer(row, OUT, CONFIG.element) + c_sequence * number(row, OUT_STRIDE) + c_head * group * D
