@@ -25,6 +25,7 @@ FIELDS = ("qkv", "qkv_stride", "q_norm", "k_norm", "cos", "sin", "positions", "k
 
 LINE = tl.constexpr(64)  # elements of a 128-byte line
 LOG2E = tl.constexpr(1.4426950408889634)
+COMBINED = tl.constexpr(32 * 128)  # elements of partial sums that are combined at a time: 32 registers of each thread
 
 
 @jit
@@ -86,47 +87,37 @@ def attend(q, k, v, mask, top, total, acc, CONFIG: tl.constexpr):
 
 
 @jit
-def partial_sum(partial, statistics, split, active, o_out, mask, CONFIG: tl.constexpr):
-    """What a split has left: its maximum and total [heads], its sum [heads, head_dim]; nothing of an inactive one."""
-    D: tl.constexpr = CONFIG.head_dim
-    G: tl.constexpr = CONFIG.group
-    o_g = tl.arange(0, CONFIG.heads)
-    top = tl.load(statistics + split * G * 2 + o_g, mask=(o_g >= 0) & (split < active), other=float("-inf"))
-    total = tl.load(statistics + split * G * 2 + G + o_g, mask=(o_g >= 0) & (split < active), other=0.0)
-    acc = tl.load(partial + split * G * D + o_out, mask=mask & (split < active), other=0.0)
-    return top, total, acc
-
-
-@jit
 def combine(row, unit, splits, active, out, group, CONFIG: tl.constexpr):
-    """Add up the splits' partial sums in the order of the splits and write the normalised result.
+    """Add up the splits' partial sums, in an order that depends on nothing but their number, and write the result.
 
-    Four splits are loaded at a time: one after the other each would cost a latency.
+    Many splits are loaded at a time, as far as registers go: one after the other each would cost a latency.
     """
     D: tl.constexpr = CONFIG.head_dim
     G: tl.constexpr = CONFIG.group
+    H: tl.constexpr = CONFIG.heads
+    N: tl.constexpr = max(2, COMBINED // (H * D))
     partial = pointer(row, PARTIAL, tl.float32) + unit.to(tl.int64) * splits * G * D
     statistics = pointer(row, STATISTICS, tl.float32) + unit * splits * G * 2
-    o_g = tl.arange(0, CONFIG.heads)
-    o_out = o_g[:, None] * D + tl.arange(0, D)[None, :]
+    o_h = tl.arange(0, H)
+    o_out = o_h[:, None] * D + tl.arange(0, D)[None, :]
     mask = o_out < group * D
-    top = tl.full([CONFIG.heads], float("-inf"), tl.float32)
-    total = tl.full([CONFIG.heads], 0.0, tl.float32)
-    acc = tl.full([CONFIG.heads, D], 0.0, tl.float32)
-    for split in range(0, active, 4):
-        top0, total0, acc0 = partial_sum(partial, statistics, split, active, o_out, mask, CONFIG)
-        top1, total1, acc1 = partial_sum(partial, statistics, split + 1, active, o_out, mask, CONFIG)
-        top2, total2, acc2 = partial_sum(partial, statistics, split + 2, active, o_out, mask, CONFIG)
-        top3, total3, acc3 = partial_sum(partial, statistics, split + 3, active, o_out, mask, CONFIG)
-        new_top = tl.maximum(tl.maximum(top, tl.maximum(top0, top1)), tl.maximum(top2, top3))
+    top = tl.full([H], float("-inf"), tl.float32)
+    total = tl.full([H], 0.0, tl.float32)
+    acc = tl.full([H, D], 0.0, tl.float32)
+    for first in range(0, active, N):
+        o_n = first + tl.arange(0, N)
+        m_n = (o_n < active)[:, None] & (o_h >= 0)[None, :]
+        p_top = statistics + (o_n * G * 2)[:, None] + o_h[None, :]
+        tops = tl.load(p_top, mask=m_n, other=float("-inf"))
+        totals = tl.load(p_top + G, mask=m_n, other=0.0)
+        p_sums = partial + (o_n * G * D)[:, None, None] + o_out[None, :, :]
+        sums = tl.load(p_sums, mask=(o_n < active)[:, None, None] & mask[None, :, :], other=0.0)
+        # finite, since each active split has a position and the first of these is active
+        new_top = tl.maximum(top, tl.max(tops, 0))
         fade = tl.exp2(top - new_top)
-        weight0 = tl.exp2(top0 - new_top)
-        weight1 = tl.exp2(top1 - new_top)
-        weight2 = tl.exp2(top2 - new_top)
-        weight3 = tl.exp2(top3 - new_top)
-        total = total * fade + weight0 * total0 + weight1 * total1 + weight2 * total2 + weight3 * total3
-        acc = acc * fade[:, None] + weight0[:, None] * acc0 + weight1[:, None] * acc1
-        acc = acc + weight2[:, None] * acc2 + weight3[:, None] * acc3
+        weights = tl.exp2(tops - new_top[None, :])
+        total = total * fade + tl.sum(weights * totals, 0)
+        acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * sums, 0)
         top = new_top
     tl.store(out + o_out, (acc / total[:, None]).to(CONFIG.element), mask=mask)
 
