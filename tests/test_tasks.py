@@ -136,11 +136,13 @@ def test_embedding_equals_its_oracle(width, schedule):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("workers", [40, 16])  # up to 5 splits of one KV block, 2 of several
+@pytest.mark.parametrize("tokens", [1, 16])
 @pytest.mark.parametrize(("group", "qk_norm"), [(1, True), (2, True), (2, False), (5, True)])
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_attention_equals_its_oracle_over_scattered_pages_and_any_number_of_splits(
-    head_dim, page_size, group, qk_norm, schedule
+    head_dim, page_size, group, qk_norm, tokens, workers, schedule
 ):
     lengths, kv_heads, max_length = [1, 16, 17, 70], 2, 128  # earlier positions plus the new one: 1 to 5 KV blocks
     batch, pages_each = len(lengths), max_length // page_size
@@ -157,7 +159,7 @@ def test_attention_equals_its_oracle_over_scattered_pages_and_any_number_of_spli
             for p in range(part.shape[1]):
                 cache[name][table[b, p // page_size], :, p % page_size] = on_device(part[:, p], model_dtype())
     positions = torch.tensor(lengths) - 1
-    kernel = config(1, head_dim=head_dim, qk_norm=qk_norm)
+    kernel = config(tokens, head_dim=head_dim, qk_norm=qk_norm)
     units = batch * kv_heads * 32
     buffers = {
         **{name: on_device(norm, torch.float32) for name, norm in norms.items()},
@@ -172,7 +174,7 @@ def test_attention_equals_its_oracle_over_scattered_pages_and_any_number_of_spli
     inputs = {name: Tensor(name, shapes.get(name, ())) for name in buffers if name != "out"}
     outputs = {"out": Tensor("out", (batch, kv_heads * group * head_dim))}
     attrs = {"kv_heads": kv_heads, "group": group, "max_length": max_length}
-    run_operator("attention", inputs, outputs, buffers, kernel, {"B": batch}, schedule, workers=40, **attrs)
+    run_operator("attention", inputs, outputs, buffers, kernel, {"B": batch}, schedule, workers=workers, **attrs)
 
     place = {"cos": angle.cos()[positions], "sin": angle.sin()[positions]}
     wanted = ATTENTION.oracle({"qkv": qkv, **norms, **place, "keys": keys, "values": values}, kv_heads, group, EPS)
