@@ -173,6 +173,7 @@ class TiledOperator:
             tile_flops are then those of a tile that is full.
         expected: irregular: on how many coordinates of the first axis, from 0 up, tiles are likely to be full, the
             others empty; None: it follows the context, along the last axis.
+        joined: whether tiles leave parts of results, which the last of them to arrive adds up.
         early_bytes: of tile_bytes, what a tile brings into the L2 cache while it waits for its inputs.
         readers: tiles that read the same bytes side by side, so that device memory serves one and L2 the others.
         source: name of the operator in the logical graph, where `name` is that of a part of it.
@@ -191,6 +192,7 @@ class TiledOperator:
     tile_flops: int = 0
     irregular: bool = False
     expected: float | None = None
+    joined: bool = False
     early_bytes: int = 0
     readers: int = 1
     source: str = ""

@@ -45,5 +45,5 @@ class Work:
         self.early = (share * each([op.early_bytes for op in operators])).tolist()
         self.demand = (1 / each([op.readers for op in operators])).tolist()
         self.compute_s = (share * each([op.tile_flops / costs.worker_flops_per_s for op in operators])).tolist()
-        fixed = each([costs.task_s + op.irregular * costs.irregular_s for op in operators])
+        fixed = each([costs.task_s + op.joined * costs.joined_s for op in operators])
         self.fixed_s = np.where(share > 0, fixed, 0).tolist()

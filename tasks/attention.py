@@ -254,6 +254,7 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
         params=(("splits", splits), ("group_tile", config.group)),
         tile_flops=4 * (max_length // splits) * width * group,
         irregular=True,
+        joined=splits > 1,
         early_bytes=min(config.kv_block, max_length // splits) * position_bytes,
     )
 

@@ -115,6 +115,7 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
         tile_bytes=height * columns_of_split * element_bytes,
         params=tuple(params),
         tile_flops=2 * height * columns_of_split * min(config.tokens, tiling.sequences),
+        joined=splits > 1,
         early_bytes=config.rows * min(config.prefetch * BLOCK, columns_of_split) * element_bytes,
         readers=token_tiles,
     )

@@ -162,6 +162,7 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
         tile_bytes=height * columns * element_bytes,
         params=tuple(params),
         tile_flops=2 * height * columns,
+        joined=not silu,
     )
 
 
