@@ -2,11 +2,12 @@
 
 Workers take tasks from their own queues, in which drains may stand for tiles that go to whoever comes first; a task's
 body waits for its events when it needs what they stand for, so that it can fetch what does not depend on them before
-(device.await_inputs). In dynamic mode workers take ready tasks from queues on the device; the worker whose notify
-completes an event pushes the tasks that waited for it. The source is one, but each is compiled by itself: what the
-other one needs would cost registers. What tasks compute comes in as a constexpr tuple of bodies. A traced launch passes
-an array for the tasks' stamps (megaflow.stamps); without one, None is a constexpr, and nothing of tracing is compiled.
-Likewise the bounds of a plan that creates tasks at run time (plan.Plan.bounds).
+(device.await_inputs). Record and row of the queue's next task are loaded meanwhile (megaflow.lanes). In dynamic mode
+workers take ready tasks from queues on the device; the worker whose notify completes an event pushes the tasks that
+waited for it. The source is one, but each is compiled by itself: what the other one needs would cost registers. What
+tasks compute comes in as a constexpr tuple of bodies. A traced launch passes an array for the tasks' stamps
+(megaflow.stamps); without one, None is a constexpr, and nothing of tracing is compiled. Likewise the bounds of a plan
+that creates tasks at run time (plan.Plan.bounds).
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """What a task kind is: the code and the rules for one sort of tile task.
 
-A kind is registered in megaflow.tasks.KINDS; its number is its place among those that a model uses. The persistent
-kernel calls `body` with a pointer to the operator's row of the operator table; `row` fills that row.
+A kind is registered in megaflow.tasks.KINDS; its number is its place among those that a model uses. `row` fills an
+operator's row of the operator table. The persistent kernel calls `body` with that row, held as megaflow.lanes says.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,21 +1,17 @@
 """On a GPU: real geometries with random weights against transformers, repeatability, and a broken plan."""
 
 import copy
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from common import random_model
 from test_deadlock import broken, without
 from test_user_schedules import USERS
 
 from megaflow import DeadlockError, MegaModel
 from megaflow.scheduler import SCHEDULES, Hybrid, Static, Unfused
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
-from common import random_model
 
 pytestmark = pytest.mark.gpu
 BATCHES = (1, 2, 7, 16, 33, 64)
@@ -59,12 +55,12 @@ def test_errors_are_within_one_and_a_half_times_those_of_transformers(models, ba
 def sparse_models():
     """Four layers of Qwen3-30B-A3B: transformers in bfloat16 and in float32, and megaflow, with the same weights."""
     hf = random_model("Qwen3-30B-A3B", num_hidden_layers=4)
-    mega = MegaModel.from_hf(hf, max_batch_size=64, max_seq_len=128, progress=False)
+    mega = MegaModel.from_hf(hf, max_batch_size=128, max_seq_len=128, progress=False)
     yield hf, copy.deepcopy(hf).float(), mega
     torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("batch", [1, 8, 64, 128])
 def test_errors_of_a_model_with_experts_are_within_one_and_a_half_times_those_of_transformers(sparse_models, batch):
     hf, reference, mega = sparse_models
     ids = torch.randint(0, hf.config.vocab_size, (batch, 96 + STEPS), device="cuda")
@@ -79,6 +75,19 @@ def test_errors_of_a_model_with_experts_are_within_one_and_a_half_times_those_of
         print(f"{schedule} batch {batch}: {error.mean():.5f}, transformers bf16 {their_error.mean():.5f}")
         assert error.mean() <= 1.5 * their_error.mean(), schedule
         assert torch.equal(runs[-1], runs[0]), schedule
+
+
+@pytest.mark.slow
+def test_a_thousand_steps_of_qwen3_30b_a3b_are_the_same_in_every_mode():
+    mega = MegaModel.from_hf(random_model("Qwen3-30B-A3B"), max_batch_size=8, max_seq_len=1024, progress=False)
+    for batch in (1, 8):
+        prompts = [torch.randint(0, mega.geometry.vocab, (9 + i,)) for i in range(batch)]
+        tokens = {}
+        for schedule in ("static", "dynamic", "hybrid"):
+            mega.set_schedule(schedule)
+            tokens[schedule] = mega.generate(prompts, 1000, eos_token_id=[])
+        assert torch.equal(tokens["dynamic"], tokens["static"])
+        assert torch.equal(tokens["hybrid"], tokens["static"])
 
 
 @pytest.mark.parametrize("batch", [1, 7, 33])

@@ -1,12 +1,12 @@
 """A trace says when each task ran, and tracing changes nothing else."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import timeline
 import torch
 from checkpoints import small_model
 from programs import conflicting_tiles
@@ -18,9 +18,6 @@ from megaflow.runtime import LoadedPlan
 from megaflow.scheduler import SCHEDULES, Dynamic
 from megaflow.trace import Trace
 from megaflow.tracedlaunch import PHASES, TracedLaunch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
-import timeline
 
 pytestmark = pytest.mark.interpreter
 
