@@ -53,7 +53,7 @@ def norm_rope(x, pair, weight, pair_weight, cos, sin, o_d, CONFIG: tl.constexpr)
 
 
 @jit
-def slots(table, positions, mask, page_shift, kv_heads, c_head, CONFIG: tl.constexpr):
+def slots(table, positions, mask, page_shift, kv_heads, c_head):
     """Numbers of the given positions' vectors in a paged cache [pages, kv_heads, page_size, head_dim].
 
     32 bits hold them: a cache with more vectors would be larger than any GPU's memory.
@@ -127,6 +127,8 @@ def attention_body(row, c_sequence, c_head, c_split, step, inputs, CONFIG: tl.co
     D: tl.constexpr = CONFIG.head_dim
     G: tl.constexpr = CONFIG.group
     S: tl.constexpr = CONFIG.kv_block
+    # for one token the page of the next block is looked up by hand, for several the load pipeline does it
+    STAGES: tl.constexpr = 1 if CONFIG.tokens == 1 else 3
     group = number(row, GROUP)
     splits = number(row, SPLITS)
     kv_heads = number(row, KV_HEADS)
@@ -149,10 +151,10 @@ def attention_body(row, c_sequence, c_head, c_split, step, inputs, CONFIG: tl.co
     q_pair_weight = norm_weight(row, Q_NORM, o_pair, CONFIG)
     k_weight = norm_weight(row, K_NORM, o_d, CONFIG)
     k_pair_weight = norm_weight(row, K_NORM, o_pair, CONFIG)
-    new_slot = slots(table, position, position >= 0, page_shift, kv_heads, c_head, CONFIG)
+    new_slot = slots(table, position, position >= 0, page_shift, kv_heads, c_head)
     o_s = start + tl.arange(0, S)
     m_s = o_s < stop
-    slot = slots(table, o_s, m_s, page_shift, kv_heads, c_head, CONFIG)
+    slot = slots(table, o_s, m_s, page_shift, kv_heads, c_head)
     lines = slot.to(tl.int64)[:, None] * D + tl.arange(0, D // LINE)[None, :] * LINE
     prefetch(k_cache + lines, m_s[:, None])
     prefetch(v_cache + lines, m_s[:, None])
@@ -174,7 +176,7 @@ def attention_body(row, c_sequence, c_head, c_split, step, inputs, CONFIG: tl.co
             # have no registers left for that
             k, v = load_block(k_cache, v_cache, slot, m_s, CONFIG)
             o_s += S
-            slot = slots(table, o_s, o_s < stop, page_shift, kv_heads, c_head, CONFIG)
+            slot = slots(table, o_s, o_s < stop, page_shift, kv_heads, c_head)
         q = norm_rope(q, q_pair, q_weight, q_pair_weight, cos, sin, o_gd, CONFIG)
         q = (q * (LOG2E * D**-0.5)).to(CONFIG.element)
 
@@ -193,12 +195,14 @@ def attention_body(row, c_sequence, c_head, c_split, step, inputs, CONFIG: tl.co
         if CONFIG.tokens == 1:
             top, total, acc = attend(q, k, v, m_s, top, total, acc, CONFIG)
             start += S
-        # one stage: a block's page is looked up while the block before is taken in, which is all that stages would do
-        for first in tl.range(start, stop, S, num_stages=1):
+        for first in tl.range(start, stop, S, num_stages=STAGES):
             o_s = first + tl.arange(0, S)
             m_s = o_s < stop
+            if CONFIG.tokens > 1:
+                slot = slots(table, o_s, m_s, page_shift, kv_heads, c_head)
             k, v = load_block(k_cache, v_cache, slot, m_s, CONFIG)
-            slot = slots(table, o_s + S, o_s + S < stop, page_shift, kv_heads, c_head, CONFIG)
+            if CONFIG.tokens == 1:
+                slot = slots(table, o_s + S, o_s + S < stop, page_shift, kv_heads, c_head)
             top, total, acc = attend(q, k, v, m_s, top, total, acc, CONFIG)
 
         out = pointer(row, OUT, CONFIG.element) + c_sequence * number(row, OUT_STRIDE) + c_head * group * D
