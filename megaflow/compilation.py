@@ -21,7 +21,7 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 Mode = Literal["static", "dynamic", "creating"]
 
-SCALARS = {"n_tasks", "n_initial", "final_event", "steps", "n_queues"}  # and timeout_ns
+SCALARS = {"n_tasks", "n_initial", "final_event", "steps", "n_queues", "timeout_ns"}
 OF_INT64 = {"table", "stamps"}  # other arrays are of int32
 
 
@@ -50,7 +50,7 @@ def compile_kernel(
     if interpreted():
         raise BackendError("kernels of this process are interpreted; set TRITON_INTERPRET=0 before Python starts")
     names = megakernel.arg_names
-    types = {name: "i32" for name in SCALARS} | {name: "*i64" for name in OF_INT64} | {"timeout_ns": "i64"}
+    types = {name: "i32" for name in SCALARS} | {name: "*i64" for name in OF_INT64}
     fixed = compiled_in(bodies, config, mode, traced)
     signature = {name: "constexpr" if name in fixed else types.get(name, "*i32") for name in names}
     source = triton.compiler.ASTSource(
@@ -74,7 +74,7 @@ def compile_ahead(bodies: Sequence[Any], config: KernelConfig, mode: Mode) -> No
     if interpreted():
         return
     names = megakernel.arg_names
-    numbers = {name: 1 for name in (*SCALARS, "timeout_ns")}
+    numbers = {name: 1 for name in SCALARS}
     arrays = {name: torch.int64 if name in OF_INT64 else torch.int32 for name in names}  # a type stands for an array
     arguments = arrays | numbers | compiled_in(bodies, config, mode, traced=False)
     kernel = megakernel.warmup(*(arguments[name] for name in names), grid=(1,), **LAUNCH_OPTIONS)

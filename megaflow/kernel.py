@@ -33,7 +33,7 @@ from megaflow.device import (
     wait,
 )
 from megaflow.kinds import ROUTING_FIELDS
-from megaflow.lanes import hold_record, hold_row, word
+from megaflow.lanes import RECORD, ROW, hold_record, hold_row, word
 from megaflow.records import (
     C0,
     C1,
@@ -48,13 +48,11 @@ from megaflow.records import (
     OF_GROUP,
     OPERATOR,
     PLAIN,
-    RECORD_WIDTH,
     SPREAD,
     STRIDE0,
 )
 from megaflow.stamps import END, PLACE, START, clock, place, task_stamp
 
-RECORD = tl.constexpr(RECORD_WIDTH)
 DRAIN_KIND = tl.constexpr(DRAIN)
 NOTHING_KIND = tl.constexpr(NOTHING)
 PLAIN_NOTIFY = tl.constexpr(PLAIN)
@@ -72,7 +70,7 @@ def fingerprint(bodies: Sequence[Any]) -> str:
 @jit
 def signal(
     event, times, step, steps, final_event, events, event_need, triggers_of, triggers, wait_count, arrivals, epoch,
-    n_tasks, queues, n_queues, capacity, control, bounds, table, ROW: tl.constexpr,
+    n_tasks, queues, n_queues, capacity, control, bounds, table,
 ):  # fmt: skip
     """Notify `times` times in dynamic mode: the worker that completes the event pushes what waited for it.
 
@@ -95,7 +93,7 @@ def signal(
                     tl.atomic_xchg(events + event * 32, 0, sem="relaxed", scope="gpu")
                 if sort >= 0:
                     # an atomic is done by one thread for all: after an abort the lists may change
-                    count = tl.atomic_add(routing_list(table + sort * ROW, 0, ROW), 0, sem="relaxed", scope="gpu")
+                    count = tl.atomic_add(routing_list(table + sort * ROW, 0), 0, sem="relaxed", scope="gpu")
                     bounded = tl.load(bounds + event * 3 + 1) + count * tl.load(bounds + event * 3 + 2)
                     end = tl.minimum(begin + bounded, end)
             released = step + (event == final_event).to(tl.int32)
@@ -103,13 +101,13 @@ def signal(
 
 
 @jit
-def routing_list(row, index: tl.constexpr, ROW: tl.constexpr):
+def routing_list(row, index: tl.constexpr):
     """The pointer to a routing's count, indptr or items, by its index among them."""
     return tl.load(row + ROW - ROUTING_LISTS + index).to(tl.pointer_type(tl.int32))
 
 
 @jit
-def items_by_class(record, row, ROW: tl.constexpr):
+def items_by_class(record, row):
     """int32 [LANES]: how many of the items of a task's group lie in each class.
 
     A loop depends on it, so all threads need the same bounds, but after an abort the lists may change while they are
@@ -117,8 +115,8 @@ def items_by_class(record, row, ROW: tl.constexpr):
     """
     spread = tl.load(record + SPREAD)
     classes = tl.load(record + CLASSES)
-    bound = routing_list(row, 1, ROW) + tl.load(record + C0)
-    items = routing_list(row, 2, ROW)
+    bound = routing_list(row, 1) + tl.load(record + C0)
+    items = routing_list(row, 2)
     lane = tl.arange(0, LANES)
     packed = (tl.load(bound + 1).to(tl.int64) << 32) | tl.load(bound).to(tl.int64)
     packed = tl.sum(tl.where(lane == 0, packed, 0), 0)
@@ -168,7 +166,6 @@ def megakernel(
     steps,
     n_queues,
     timeout_ns,
-    ROW: tl.constexpr,
     DYNAMIC: tl.constexpr,  # whether tasks come from the ready queues
     BODIES: tl.constexpr,
     CONFIG: tl.constexpr,
@@ -223,17 +220,17 @@ def megakernel(
                 if word(record, NOTIFY0) >= 0:
                     signal(word(record, NOTIFY0), 1, step, steps, final_event, events, event_need, triggers_of,
                            triggers, wait_count, arrivals, epoch, n_tasks, queues, n_queues, capacity, control,
-                           None, table, ROW)  # fmt: skip
+                           None, table)  # fmt: skip
                 if word(record, NOTIFY1) >= 0:
                     signal(word(record, NOTIFY1), 1, step, steps, final_event, events, event_need, triggers_of,
                            triggers, wait_count, arrivals, epoch, n_tasks, queues, n_queues, capacity, control,
-                           None, table, ROW)  # fmt: skip
+                           None, table)  # fmt: skip
             else:
                 # who is told of a result may let the lists be overwritten, so they are read before
                 counts = tl.full([LANES], 1, tl.int32)
                 own = records + task * RECORD
                 if tl.load(own + SPREAD) > 0:
-                    counts = items_by_class(own, table + tl.load(own + OPERATOR) * ROW, ROW)
+                    counts = items_by_class(own, table + tl.load(own + OPERATOR) * ROW)
                 tl.debug_barrier()
                 for column in range(0, 2):
                     event = tl.load(own + NOTIFY0 + column)
@@ -246,7 +243,7 @@ def megakernel(
                         if times > 0:
                             signal(event + number * stride, times, step, steps, final_event, events, event_need,
                                    triggers_of, triggers, wait_count, arrivals, epoch, n_tasks, queues, n_queues,
-                                   capacity, control, bounds, table, ROW)  # fmt: skip
+                                   capacity, control, bounds, table)  # fmt: skip
             task, step = pop(queues, n_queues, capacity, n_tasks, control, timeout_ns)
             record = hold_record(records, tl.maximum(task, 0))
             row = hold_row(table, word(record, OPERATOR))

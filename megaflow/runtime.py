@@ -198,7 +198,6 @@ class LoadedPlan:
 def constants(bodies: Sequence[Any], config: KernelConfig, dynamic: bool) -> dict[str, Any]:
     """The kernel's arguments that are compiled in, by name."""
     return {
-        "ROW": ROW_WIDTH,
         "DYNAMIC": dynamic,
         "BODIES": tuple(bodies),
         "CONFIG": config,
