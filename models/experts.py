@@ -40,12 +40,8 @@ def sparse_mlp(g: Graph, model: Geometry, name: Names, stream: Stream, gamma: Te
     router = Tensor(name("router"), (experts.router_rows, hidden))
     linear(g, name("router"), stream, router, {"out": logits}, "store")
 
-    chosen = {
-        "experts": Tensor("topk_experts", (BATCH, experts.per_token), "int32"),
-        "weights": Tensor("topk_weights", (BATCH, experts.per_token), "float32"),
-    }
-    slot_of = {"slot_of": Tensor("slot_of_expert", (BATCH, count), "int32")} if batch > 1 else {}
-    g.add(name("topk"), "topk", {"logits": logits}, chosen | slot_of, count=count, norm_topk_prob=experts.normalized)
+    chosen = Tensor("topk_experts", (BATCH, experts.per_token), "int32")
+    choice = {"slots": experts.per_token, "norm_topk_prob": experts.normalized}
 
     gate_up = Tensor(name("expert_gate_up"), (count, 2 * width, hidden))
     down = Tensor(name("expert_down"), (count, hidden, width))
@@ -54,17 +50,25 @@ def sparse_mlp(g: Graph, model: Geometry, name: Names, stream: Stream, gamma: Te
     into = {"x": stream.normed, "ssq": stream.ssq, "weight": gate_up}
     if batch == 1:
         shared = shared_down(g, name, shared_hidden, hidden, logits)
-        g.add(name("expert_gate_up"), "slot_linear", into | chosen, {"out": middle}, epilogue="silu")
+        gated = {"out": middle, "experts": chosen}
+        g.add(name("expert_gate_up"), "slot_linear", into | {"logits": logits}, gated, epilogue="silu", **choice)
         after = stream.after(Tensor("ssq_slots", (BATCH, SLOT_PARTS), "float32"))
         arrivals = Tensor("arrivals_expert_down", (hidden * LINE,), "int32")
         g.add(
             name("expert_down"),
             "slot_linear",
-            {"x": middle, "weight": down, **chosen, "h": stream.h, "gamma": gamma, "arrivals": arrivals, **shared},
+            {"x": middle, "weight": down, "experts": chosen, "h": stream.h, "gamma": gamma, "arrivals": arrivals}
+            | shared,
             {"sums": out} | after.outputs(),
             epilogue="residual",
+            **choice,
         )
         return after
+
+    weights = Tensor("topk_weights", (BATCH, experts.per_token), "float32")
+    slot_of = {"slot_of": Tensor("slot_of_expert", (BATCH, count), "int32")}
+    outputs = {"experts": chosen, "weights": weights, **slot_of}
+    g.add(name("topk"), "topk", {"logits": logits}, outputs, count=count, **choice)
 
     lists = {
         "active": Tensor("active_experts", (PLACES,), "int32"),
@@ -77,7 +81,7 @@ def sparse_mlp(g: Graph, model: Geometry, name: Names, stream: Stream, gamma: Te
     g.add(name("expert_gate_up"), "expert_linear", into | lists, {"out": middle}, epilogue="silu")
     g.add(name("expert_down"), "expert_linear", {"x": middle, "weight": down, **lists}, {"out": out}, epilogue="store")
     after = stream.after(Tensor("ssq_combined", (BATCH, combine_parts(hidden)), "float32"))
-    combined = {"expert_out": out, "weights": chosen["weights"], "h": stream.h, "gamma": gamma, **shared}
+    combined = {"expert_out": out, "weights": weights, "h": stream.h, "gamma": gamma, **shared}
     g.add(name("combine"), "combine", combined, after.outputs())
     return after
 

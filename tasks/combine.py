@@ -27,10 +27,13 @@ from megaflow.tasks.product import (
     residual_row,
 )
 
-FIELDS = (*PRODUCT_FIELDS, *RESIDUAL_FIELDS, "weights", "weights_stride", "slots",
-          "shared_out", "shared_stride", "gate", "gate_stride")  # fmt: skip
-(WEIGHTS, WEIGHTS_STRIDE, SLOTS,
- SHARED_OUT, SHARED_STRIDE, GATE, GATE_STRIDE) = map(tl.constexpr, range(len(FIELDS) - 7, len(FIELDS)))  # fmt: skip
+# rows of operators that add up the outputs of experts begin with these
+SUM_FIELDS = (*PRODUCT_FIELDS, *RESIDUAL_FIELDS, "slots", "logits", "logits_stride", "count",
+              "shared_out", "shared_stride")  # fmt: skip
+(SLOTS, LOGITS, LOGITS_STRIDE, COUNT,
+ SHARED_OUT, SHARED_STRIDE) = map(tl.constexpr, range(len(SUM_FIELDS) - 6, len(SUM_FIELDS)))  # fmt: skip
+FIELDS = (*SUM_FIELDS, "weights", "weights_stride")
+WEIGHTS, WEIGHTS_STRIDE = map(tl.constexpr, range(len(FIELDS) - 2, len(FIELDS)))
 
 TILE_COLUMNS = 128
 TILE_TOKENS = 4
@@ -58,7 +61,7 @@ def weighted_sum(row, o_n, o_t, mask, slots):
 def gated_shared(row, o_n, o_t, mask):
     """float32 [rows, tokens]: sigmoid(gate) * shared_out; zero where there is no shared expert."""
     present = long(row, SHARED_OUT) != 0
-    p_gate = pointer(row, GATE, tl.float32) + o_t * number(row, GATE_STRIDE)
+    p_gate = pointer(row, LOGITS, tl.float32) + o_t * number(row, LOGITS_STRIDE) + number(row, COUNT)
     p_shared = pointer(row, SHARED_OUT, tl.float32) + (o_t * number(row, SHARED_STRIDE))[None, :] + o_n[:, None]
     gate = tl.load(p_gate, mask=present & (o_t < number(row, BATCH)), other=0.0)
     return tl.sigmoid(gate)[None, :] * tl.load(p_shared, mask=present & mask, other=0.0)
@@ -123,10 +126,10 @@ def shared_row(op: Operator, buffers: Buffers) -> dict[str, int]:
     return {
         "shared_out": at("shared_out").data_ptr(),
         "shared_stride": at("shared_out").stride(0),
-        "gate": at("gate")[:, gate_span(op).offset :].data_ptr(),
-        "gate_stride": at("gate").stride(0),
+        "logits": at("gate").data_ptr(),
+        "logits_stride": at("gate").stride(0),
+        "count": gate_span(op).offset,
     }
-
 
 def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     at = by_role(op, buffers)

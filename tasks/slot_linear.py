@@ -1,8 +1,9 @@
 """Linear layers of one token's experts, without grouping: each slot goes straight to its expert's rows.
 
 A task is, for the expert in slot c0, `run` sub-tiles of CONFIG.rows weight rows. SILU: gate and up, multiplied by the
-expert's weight. RESIDUAL: down; the slot that arrives last at a tile of rows adds up all slots, in their order, and
-adds that to the residual stream.
+expert's weight; each task chooses the experts by itself, which is sooner done than to wait for another task that does,
+and writes down which is in its slot. RESIDUAL: down; the slot that arrives last at a tile of rows adds up all slots, in
+their order, and adds that to the residual stream.
 """
 
 import torch
@@ -13,8 +14,8 @@ from megaflow.graph import Operator
 from megaflow.kinds import Buffers, KernelConfig, TaskKind, Tile, Tiling
 from megaflow.lanes import number, pointer
 from megaflow.regions import Access, Span, TiledOperator
-from megaflow.tasks import combine, linear_oracle
-from megaflow.tasks.combine import SLOTS, WEIGHTS, gate_span, gated_shared, shared_row
+from megaflow.tasks import combine, linear_oracle, topk
+from megaflow.tasks.combine import COUNT, LOGITS, SLOTS, gate_span, gated_shared, shared_row
 from megaflow.tasks.common import LINE, by_role, whole_access
 from megaflow.tasks.linear import rows_per_task
 from megaflow.tasks.packing import PackedWeight, padded
@@ -42,9 +43,10 @@ from megaflow.tasks.product import (
     store_silu,
     sub_tile,
 )
+from megaflow.tasks.topk import expert_in
 
-FIELDS = (*combine.FIELDS, "experts", "sums", "sums_stride", "arrivals")
-EXPERTS, SUMS, SUMS_STRIDE, ARRIVALS = map(tl.constexpr, range(len(FIELDS) - 4, len(FIELDS)))
+FIELDS = (*combine.SUM_FIELDS, "normalised", "experts", "sums", "sums_stride", "arrivals")
+NORMALISED, EXPERTS, SUMS, SUMS_STRIDE, ARRIVALS = map(tl.constexpr, range(len(FIELDS) - 5, len(FIELDS)))
 
 COLUMNS = tl.constexpr(128)  # of the residual stream that are added up at a time, one for each thread
 LOADED = tl.constexpr(8)  # slots that are loaded at once
@@ -68,10 +70,17 @@ def slot_linear_body(row, c_slot, c_row, c_unused, step, inputs, CONFIG: tl.cons
     o_t = tl.arange(0, 1)
     m_t = o_t == 0
     await_inputs(inputs)
-    expert = tl.load(pointer(row, EXPERTS, tl.int32) + c_slot)
-    share = tl.load(pointer(row, WEIGHTS, tl.float32) + c_slot)
-    weight = sub_tile(pointer(row, W, CONFIG.element), expert * ((rows + B - 1) // B * B), k_blocks)
     sums = squares(row, o_t, m_t, 1)
+    slots = number(row, SLOTS)
+    p_expert = pointer(row, EXPERTS, tl.int32) + c_slot
+    share = 1.0
+    if epilogue == SILU:
+        p_logits = pointer(row, LOGITS, tl.float32)
+        expert, share = expert_in(c_slot, p_logits, number(row, COUNT), slots, number(row, NORMALISED), CONFIG)
+        tl.store(p_expert, expert)
+    else:
+        expert = tl.load(p_expert)
+    weight = sub_tile(pointer(row, W, CONFIG.element), expert * ((rows + B - 1) // B * B), k_blocks)
     scale = tl.full([1], 1.0, tl.float32)
     acc = empty_product(CONFIG, 1)
     for i in tl.range(0, sub_tiles * rounds, num_stages=CONFIG.stages):
@@ -91,7 +100,6 @@ def slot_linear_body(row, c_slot, c_row, c_unused, step, inputs, CONFIG: tl.cons
                 p_sums = pointer(row, SUMS, tl.float32) + c_slot * number(row, SUMS_STRIDE)
                 tl.store(p_sums + o_n[:, None], y, mask=(o_n < rows)[:, None])
     if epilogue != SILU:
-        slots = number(row, SLOTS)
         tl.debug_barrier()
         arrived = pointer(row, ARRIVALS, tl.int32) + c_row * COUNTER
         if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == slots - 1:
@@ -130,8 +138,9 @@ def slot_parts(rows: int, slots: int, config: KernelConfig, workers: int) -> int
 def tile(op: Operator, tiling: Tiling) -> TiledOperator:
     assert tiling.batch == 1, "slots of several tokens are grouped by expert"
     config = tiling.config
-    _, rows, columns = tiling.shape(op, "weight")
-    slots = tiling.shape(op, "experts")[1]
+    count, rows, columns = tiling.shape(op, "weight")
+    topk.check_choice(op, count)
+    slots = op.attrs["slots"]
     silu = op.attrs["epilogue"] == "silu"
     run = row_run(rows, slots, config, tiling.workers)
     height = run * config.rows
@@ -141,13 +150,13 @@ def tile(op: Operator, tiling: Tiling) -> TiledOperator:
         return Access(op.tensor(role).name, tiling.shape(op, role), spans)
 
     one, across = Span.whole(1), Span.tiles(1, height)
-    reads = [whole_access(op, tiling, role) for role in ("experts", "weights")]
+    expert = access("experts", (one, Span.tiles(0, 1)))
     if silu:
-        reads += [whole_access(op, tiling, role) for role in ("x", "ssq")]
+        reads = [whole_access(op, tiling, role) for role in ("x", "ssq", "logits")]
         params.append(("parts", tiling.shape(op, "ssq")[1]))
-        writes = [access("out", (Span.tiles(0, 1), Span.tiles(1, height // 2)))]
+        writes = [access("out", (Span.tiles(0, 1), Span.tiles(1, height // 2))), expert]
     else:
-        reads += [access("x", (Span.tiles(0, 1), Span.whole(columns))), access("h", (one, across))]
+        reads = [access("x", (Span.tiles(0, 1), Span.whole(columns))), access("h", (one, across)), expert]
         if "shared_out" in op.inputs:
             reads += [access("shared_out", (one, across)), access("gate", (one, gate_span(op)))]
         writes = [access("sums", (Span.tiles(0, 1), across)), access("ssq_out", (one, Span.tiles(1, 1)))]
@@ -170,12 +179,14 @@ def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     at = by_role(op, buffers)
     values = product_row(op, tiled, buffers) | {
         "experts": at("experts").data_ptr(),
-        "weights": at("weights").data_ptr(),
+        "slots": op.attrs["slots"],
     }
-    if "h" in op.inputs:
+    if "logits" in op.inputs:
+        count = op.tensor("weight").bind({})[0]
+        values |= {"logits": at("logits").data_ptr(), "count": count, "normalised": int(op.attrs["norm_topk_prob"])}
+    else:
         values |= residual_row(op, buffers) | shared_row(op, buffers) | {
             "batch": 1,
-            "slots": op.tensor("experts").width,
             "sums": at("sums").data_ptr(),
             "sums_stride": at("sums").stride(0),
             "arrivals": at("arrivals").data_ptr(),
@@ -183,19 +194,25 @@ def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
     return values
 
 
-def oracle(inputs: dict[str, torch.Tensor], epilogue: str, eps: float) -> dict[str, torch.Tensor]:
+def oracle(
+    inputs: dict[str, torch.Tensor], epilogue: str, eps: float, slots: int, norm_topk_prob: bool
+) -> dict[str, torch.Tensor]:
     """The operator in torch, in the dtype of its inputs.
 
     Args:
-        inputs: weight [E, rows, columns]; experts and weights [1, K]. SILU: x [1, columns] and ssq. RESIDUAL: x
-            [K, columns], h and gamma; with a shared expert shared_out and gate, as in megaflow.tasks.combine.
+        inputs: weight [E, rows, columns]. SILU: x [1, columns], ssq and logits [1, n]. RESIDUAL: x [K, columns],
+            experts [1, K], h and gamma; with a shared expert shared_out and gate, as in megaflow.tasks.combine.
+        slots, norm_topk_prob: K, and whether the weights of a token's experts add up to 1.
     Returns:
-        SILU: out [K, rows / 2]. RESIDUAL: sums [K, rows], h_out and out [1, rows], ssq_out [1, 1].
+        SILU: out [K, rows / 2], experts. RESIDUAL: sums [K, rows], h_out and out [1, rows], ssq_out [1, 1].
     """
-    chosen = inputs["weight"][inputs["experts"][0].long()]
     if epilogue == "silu":
+        choice = topk.oracle({"logits": inputs["logits"]}, len(inputs["weight"]), slots, norm_topk_prob)
+        chosen = inputs["weight"][choice["experts"][0]]
         given = {"x": inputs["x"], "ssq": inputs["ssq"], "weight": chosen.flatten(0, 1)}
-        return {"out": linear_oracle.oracle(given, epilogue, eps)["out"].view(len(chosen), -1) * inputs["weights"].T}
+        out = linear_oracle.oracle(given, epilogue, eps)["out"].view(slots, -1) * choice["weights"].T
+        return {"out": out, "experts": choice["experts"]}
+    chosen = inputs["weight"][inputs["experts"][0].long()]
     sums = torch.einsum("srk,sk->sr", chosen, inputs["x"])
     total = sums.sum(0, keepdim=True) + combine.shared_part(inputs)
     residual = {role: inputs[role] for role in ("h", "gamma")}
@@ -209,16 +226,20 @@ def run_tile(tile: Tile) -> None:
     height = tile.tiled.param("run") * tile.config.rows
     first, last = tile_row * height, min((tile_row + 1) * height, rows)
     packed = PackedWeight(tile.buffer("weight"), count * padded(rows), columns)
-    start = int(tile.read("experts")[0, slot]) * padded(rows)
-    weight = packed.unpack(start + first, start + last).float()
-    epilogue, eps = tile.op.attrs["epilogue"], tile.config.eps
+    epilogue, eps, slots = tile.op.attrs["epilogue"], tile.config.eps, tile.op.attrs["slots"]
+
+    def weight_of(expert: torch.Tensor) -> torch.Tensor:
+        start = int(expert) * padded(rows)
+        return packed.unpack(start + first, start + last).float()
+
     if epilogue == "silu":
-        inputs = {"x": tile.read("x"), "ssq": tile.read("ssq"), "weight": weight}
-        share = tile.read("weights")[0, slot]
+        choice = topk.oracle({"logits": tile.read("logits")}, count, slots, tile.op.attrs["norm_topk_prob"])
+        expert, share = choice["experts"][0, slot], choice["weights"][0, slot]
+        inputs = {"x": tile.read("x"), "ssq": tile.read("ssq"), "weight": weight_of(expert)}
         tile.write("out", linear_oracle.oracle(inputs, epilogue, eps)["out"] * share)
+        tile.write("experts", expert)
         return
-    tile.write("sums", tile.read("x") @ weight.T)
-    slots = tile.op.tensor("experts").width
+    tile.write("sums", tile.read("x") @ weight_of(tile.read("experts")[0, 0]).T)
     counter = (tile_row * LINE,)
     arrived = int(tile.buffer("arrivals")[counter]) + 1
     tile.put("arrivals", counter, arrived % slots)

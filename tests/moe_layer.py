@@ -50,7 +50,7 @@ class SparseLayers:
             g.add(f"layers.{i}.router", "linear", {**x, "weight": router}, {"out": logits}, epilogue="store")
             g.add(f"layers.{i}.topk", "topk", {"logits": logits},
                   {"experts": experts, "weights": weights, "slot_of": slot_of},
-                  count=self.experts, norm_topk_prob=True)  # fmt: skip
+                  count=self.experts, slots=self.slots, norm_topk_prob=True)  # fmt: skip
             g.add(f"layers.{i}.group", "group", {"slot_of": slot_of}, lists, slots=self.slots)
             g.add(f"layers.{i}.gate_up", "expert_linear", {**x, "weight": gate_up, **lists}, {"out": middle},
                   epilogue="silu")  # fmt: skip

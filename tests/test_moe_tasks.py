@@ -99,7 +99,8 @@ def test_topk_equals_its_oracle(routing, how, normalised):
                "slot_of": Tensor("slot_of", (batch, experts), "int32")}  # fmt: skip
     buffers = {"logits": wide(logits, torch.float32), "experts": poisoned(batch, slots, dtype=torch.int32),
                "weights": poisoned(batch, slots), "slot_of": poisoned(batch, experts, dtype=torch.int32)}  # fmt: skip
-    run("topk", inputs, outputs, buffers, config(tokens), batch, how, count=experts, norm_topk_prob=normalised)
+    run("topk", inputs, outputs, buffers, config(tokens), batch, how, count=experts, slots=slots,
+        norm_topk_prob=normalised)
     wanted = TOPK.oracle({"logits": logits.double()}, experts, slots, normalised)
     for role in ("experts", "slot_of"):
         assert buffers[role].tolist() == wanted[role].tolist()
@@ -110,11 +111,13 @@ def choose(logits: torch.Tensor, slots: int) -> torch.Tensor:
     """The experts that the kernel chooses."""
     shape = tuple(logits.shape)
     outputs = {"experts": Tensor("experts", (shape[0], slots), "int32"),
-               "weights": Tensor("weights", (shape[0], slots), "float32")}  # fmt: skip
+               "weights": Tensor("weights", (shape[0], slots), "float32"),
+               "slot_of": Tensor("slot_of", shape, "int32")}  # fmt: skip
     buffers = {"logits": on_device(logits), "experts": poisoned(shape[0], slots, dtype=torch.int32),
-               "weights": poisoned(shape[0], slots)}  # fmt: skip
+               "weights": poisoned(shape[0], slots), "slot_of": poisoned(*shape, dtype=torch.int32)}  # fmt: skip
     inputs = {"logits": Tensor("logits", shape, "float32")}
-    run("topk", inputs, outputs, buffers, config(1), shape[0], "static", count=shape[1], norm_topk_prob=True)
+    run("topk", inputs, outputs, buffers, config(1), shape[0], "static", count=shape[1], slots=slots,
+        norm_topk_prob=True)
     return buffers["experts"].cpu()
 
 
@@ -236,7 +239,7 @@ def test_too_many_experts_are_refused_with_the_limit():
     inputs = {"logits": Tensor("logits", (1, 513), "float32")}
     outputs = {"experts": Tensor("experts", (1, 4), "int32"), "weights": Tensor("weights", (1, 4), "float32")}
     with pytest.raises(PlanError, match=r"4 of 513 experts; .* up to 16 of up to 512"):
-        run("topk", inputs, outputs, {}, config(1), 1, "torch", count=513, norm_topk_prob=True)
+        run("topk", inputs, outputs, {}, config(1), 1, "torch", count=513, slots=4, norm_topk_prob=True)
 
 
 @by_how
@@ -244,26 +247,33 @@ def test_too_many_experts_are_refused_with_the_limit():
 @pytest.mark.parametrize(("experts", "slots"), [(5, 1), (9, 3), (20, 16)])
 def test_the_experts_of_one_token_equal_their_oracle(experts, slots, shared, how):
     hidden, width, kernel = 208, 80, config(1)
-    chosen = random_choice(1, experts, slots)
-    given = {"experts": Tensor("experts", (1, slots), "int32"), "weights": Tensor("weights", (1, slots), "float32")}
-    values = {"experts": chosen, "weights": torch.rand(1, slots).double(), "x": exact(1, hidden),
+    attrs = {"slots": slots, "norm_topk_prob": shared}
+    values = {"logits": torch.randn(1, experts + 1).double(), "x": exact(1, hidden),
               "ssq": torch.rand(1, 7).double() + 0.1, "weight": exact(experts, 2 * width, hidden)}  # fmt: skip
-    buffers = {"experts": wide(chosen, torch.int32), "weights": on_device(values["weights"], torch.float32),
+    values["logits"][:, -1] = 10  # no expert's
+    wanted = SLOT_LINEAR.oracle(values, "silu", EPS, **attrs)
+    chosen = wanted["experts"]
+    buffers = {"logits": wide(values["logits"], torch.float32), "experts": poisoned(1, slots, dtype=torch.int32),
                "x": wide(values["x"], model_dtype()), "ssq": on_device(values["ssq"], torch.float32),
                "gate_up": pack_experts(values["weight"], chosen[0].tolist()),
                "hidden": poisoned(slots, width, dtype=model_dtype())}  # fmt: skip
-    inputs = {**given, "x": Tensor("x", (1, hidden)), "ssq": Tensor("ssq", (1, 7), "float32"),
+    inputs = {"logits": Tensor("logits", (1, experts + 1), "float32"), "x": Tensor("x", (1, hidden)),
+              "ssq": Tensor("ssq", (1, 7), "float32"),
               "weight": Tensor("gate_up", (experts, 2 * width, hidden))}  # fmt: skip
-    run("slot_linear", inputs, {"out": Tensor("hidden", (slots, width))}, buffers, kernel, 1, how, epilogue="silu")
-    assert relative_error(buffers["hidden"], SLOT_LINEAR.oracle(values, "silu", EPS)["out"]) < tolerance()
+    outputs = {"out": Tensor("hidden", (slots, width)), "experts": Tensor("experts", (1, slots), "int32")}
+    run("slot_linear", inputs, outputs, buffers, kernel, 1, how, epilogue="silu", **attrs)
+    assert relative_error(buffers["hidden"], wanted["out"]) < tolerance()
+    assert buffers["experts"].tolist() == chosen.tolist()
 
+    values["experts"] = chosen
     parts = slot_parts(hidden, slots, kernel, 3)
     values |= {"x": exact(slots, width), "weight": exact(experts, hidden, width),
                "h": torch.randn(1, hidden).double(), "gamma": torch.rand(hidden).double() + 0.5}  # fmt: skip
     if shared:
         values |= {"shared_out": torch.randn(1, hidden).double(), "gate": torch.randn(1, experts + 1).double()}
     vectors = [role for role in ("h", "gamma", "shared_out", "gate") if role in values]
-    inputs = {**given, "x": Tensor("x", (slots, width)), "weight": Tensor("down", (experts, hidden, width)),
+    inputs = {"experts": outputs["experts"], "x": Tensor("x", (slots, width)),
+              "weight": Tensor("down", (experts, hidden, width)),
               "arrivals": Tensor("arrivals", (hidden * LINE,), "int32"),
               **{role: Tensor(role, tuple(values[role].shape), "float32") for role in vectors}}  # fmt: skip
     outputs = {"sums": Tensor("sums", (slots, hidden), "float32"), "h_out": Tensor("h2", (1, hidden), "float32"),
@@ -273,8 +283,8 @@ def test_the_experts_of_one_token_equal_their_oracle(experts, slots, shared, how
                 "arrivals": on_device(torch.zeros(hidden * LINE, dtype=torch.int32)), "sums": poisoned(slots, hidden),
                 "h2": poisoned(1, hidden), "out": poisoned(1, hidden, dtype=model_dtype()),
                 "ssq2": poisoned(1, parts)}  # fmt: skip
-    run("slot_linear", inputs, outputs, buffers, kernel, 1, how, epilogue="residual")
-    wanted = SLOT_LINEAR.oracle(values, "residual", EPS)
+    run("slot_linear", inputs, outputs, buffers, kernel, 1, how, epilogue="residual", **attrs)
+    wanted = SLOT_LINEAR.oracle(values, "residual", EPS, **attrs)
     for role in ("sums", "h_out", "out"):
         assert relative_error(buffers[outputs[role].name], wanted[role]) < tolerance(), role
     assert relative_error(buffers["ssq2"].sum(1, keepdim=True), wanted["ssq_out"]) < tolerance()
