@@ -48,8 +48,8 @@ setp.ge.s32 p, gap, 0;
 @p bra DONE;
 mov.u64 start, %globaltimer;
 POLL:
-ld.acquire.gpu.global.s32 seen, [$1];
 ld.relaxed.gpu.global.u32 old, [$3];
+ld.acquire.gpu.global.s32 seen, [$1];
 sub.s32 gap, seen, $2;
 setp.ge.s32 p, gap, 0;
 @p bra DONE;

@@ -25,37 +25,81 @@ MOST_EXPERTS = 512
 MOST_SLOTS = 16  # experts of a token
 NO_SLOT = -1
 LAST = tl.constexpr(2**31 - 1)
-LOWEST = tl.constexpr(-(2**63))
+LOWEST = tl.constexpr(-(2**31))
 UNCHOSEN = tl.constexpr(NO_SLOT)
+WARPS = tl.constexpr(4)
+LANES = tl.constexpr(32)
+
+
+@jit
+def experts_of(tile: tl.constexpr):
+    """int32 [WARPS, LANES]: the numbers of the experts in a tile, one for each lane, alike in all warps."""
+    return tl.broadcast_to(tl.arange(0, LANES)[None, :], (WARPS, LANES)) + tile * LANES
 
 
 @jit
 def choose(p_logits, count, slots, normalised, CONFIG: tl.constexpr):
-    """The slot of each expert (or UNCHOSEN), int32 [CONFIG.experts], and its weight, float32."""
-    o_e = tl.arange(0, CONFIG.experts)
-    m_e = o_e < count
-    logits = tl.load(p_logits + o_e, mask=m_e, other=float("-inf"))
-    # one number for logit and expert, the lower expert before its equals: one reduction finds the best, and whatever
-    # the logits are, NaN too, the choices are different experts
-    bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
-    order = (bits ^ ((bits >> 31) & LAST)).to(tl.int64)
-    left = tl.where(m_e, (order << 32) | (o_e ^ LAST).to(tl.int64), LOWEST)
-    slot = tl.full([CONFIG.experts], UNCHOSEN, tl.int32)
+    """The slots of experts, int32 (or UNCHOSEN), and their weights, float32: a tile for every 32 experts.
+
+    Each warp finds out by itself, and its row of a tile [WARPS, LANES] is like any other's: reductions across warps
+    would cost barriers, two for each slot.
+    """
+    N: tl.constexpr = CONFIG.experts // LANES
+    logits = ()
+    left = ()
+    chosen = ()
+    for j in tl.static_range(N):
+        m_e = experts_of(j) < count
+        logit = tl.load(p_logits + experts_of(j), mask=m_e, other=float("-inf"))
+        # integers in the order of the logits: whatever these are, NaN too, the choices are different experts
+        bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
+        order = tl.maximum(bits ^ ((bits >> 31) & LAST), LOWEST + 1)
+        logits = logits + (logit,)
+        left = left + (tl.where(m_e, order, LOWEST),)
+        chosen = chosen + (tl.full([WARPS, LANES], UNCHOSEN, tl.int32),)
     for i in range(0, slots):
-        best = left == tl.max(left, 0)
-        slot = tl.where(best, i, slot)
-        left = tl.where(best, LOWEST, left)
-    power = tl.exp(logits - tl.max(logits, 0))
-    return slot, power / tl.sum(tl.where((slot >= 0) | (normalised == 0), power, 0.0), 0)
+        highest = tl.max(over_tiles(left, True, N), 1)[:, None]
+        candidates = ()
+        for j in tl.static_range(N):
+            candidates = candidates + (tl.where(left[j] == highest, experts_of(j), LAST),)
+        best = tl.min(over_tiles(candidates, False, N), 1)[:, None]
+        still_left = ()
+        now_chosen = ()
+        for j in tl.static_range(N):
+            here = experts_of(j) == best
+            still_left = still_left + (tl.where(here, LOWEST, left[j]),)
+            now_chosen = now_chosen + (tl.where(here, i, chosen[j]),)
+        left = still_left
+        chosen = now_chosen
+    highest = tl.max(over_tiles(logits, True, N), 1)[:, None]
+    total = tl.full([WARPS, LANES], 0.0, tl.float32)
+    for j in tl.static_range(N):
+        total += tl.where((chosen[j] >= 0) | (normalised == 0), tl.exp(logits[j] - highest), 0.0)
+    total = tl.sum(total, 1)[:, None]
+    weights = ()
+    for j in tl.static_range(N):
+        weights = weights + (tl.exp(logits[j] - highest) / total,)
+    return chosen, weights
+
+
+@jit
+def over_tiles(tiles, largest: tl.constexpr, N: tl.constexpr):
+    """The largest or the smallest at each place of N tiles."""
+    found = tiles[0]
+    for j in tl.static_range(1, N):
+        found = tl.maximum(found, tiles[j]) if largest else tl.minimum(found, tiles[j])
+    return found
 
 
 @jit
 def expert_in(c_slot, p_logits, count, slots, normalised, CONFIG: tl.constexpr):
     """The expert in a token's slot and its weight."""
-    slot, weight = choose(p_logits, count, slots, normalised, CONFIG)
-    # one sum for both; weights have no sign
-    both = (tl.arange(0, CONFIG.experts).to(tl.int64) << 32) | (weight.to(tl.int32, bitcast=True) & LAST).to(tl.int64)
-    both = tl.sum(tl.where(slot == c_slot, both, 0), 0)
+    chosen, weights = choose(p_logits, count, slots, normalised, CONFIG)
+    both = tl.full([WARPS, LANES], 0, tl.int64)
+    for j in tl.static_range(CONFIG.experts // LANES):
+        weight = (weights[j].to(tl.int32, bitcast=True) & LAST).to(tl.int64)  # it has no sign
+        both += tl.where(chosen[j] == c_slot, (experts_of(j).to(tl.int64) << 32) | weight, 0)
+    both = tl.max(tl.sum(both, 1), 0)  # alike in all warps
     return (both >> 32).to(tl.int32), (both & LAST).to(tl.int32).to(tl.float32, bitcast=True)
 
 
@@ -64,15 +108,18 @@ def topk_body(row, c_token, c_unused1, c_unused2, step, inputs, CONFIG: tl.const
     count = number(row, COUNT)
     slots = number(row, SLOTS)
     normalised = number(row, NORMALISED)
-    o_e = tl.arange(0, CONFIG.experts)
     p_logits = pointer(row, LOGITS, tl.float32) + c_token * number(row, LOGITS_STRIDE)
     await_inputs(inputs)
-    slot, weight = choose(p_logits, count, slots, normalised, CONFIG)
-    chosen = slot >= 0
-    tl.store(pointer(row, EXPERTS, tl.int32) + c_token * number(row, EXPERTS_STRIDE) + slot, o_e, mask=chosen)
-    tl.store(pointer(row, WEIGHTS, tl.float32) + c_token * number(row, WEIGHTS_STRIDE) + slot, weight, mask=chosen)
-    p_slot = pointer(row, SLOT_OF, tl.int32) + c_token * number(row, SLOT_OF_STRIDE) + o_e
-    tl.store(p_slot, slot, mask=o_e < count)
+    chosen, weights = choose(p_logits, count, slots, normalised, CONFIG)
+    once = (tl.arange(0, WARPS) == 0)[:, None]
+    p_expert = pointer(row, EXPERTS, tl.int32) + c_token * number(row, EXPERTS_STRIDE)
+    p_weight = pointer(row, WEIGHTS, tl.float32) + c_token * number(row, WEIGHTS_STRIDE)
+    p_slot = pointer(row, SLOT_OF, tl.int32) + c_token * number(row, SLOT_OF_STRIDE)
+    for j in tl.static_range(CONFIG.experts // LANES):
+        o_e = experts_of(j)
+        tl.store(p_expert + chosen[j], o_e, mask=(chosen[j] >= 0) & once)
+        tl.store(p_weight + chosen[j], weights[j], mask=(chosen[j] >= 0) & once)
+        tl.store(p_slot + o_e, chosen[j], mask=(o_e < count) & once)
 
 
 def tile(op: Operator, tiling: Tiling) -> TiledOperator:
