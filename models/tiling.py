@@ -32,7 +32,7 @@ def kernel_config(model: Geometry, batch: int, device: Device, dtype: str) -> Ke
         rows, k_blocks, stages, prefetch = (8, 8, 4, 16) if model.hidden < 2048 else (16, 4, 6, 16)
     else:
         rows, k_blocks, prefetch = BLOCK, 2, 4
-        stages = min(4, device.worker_shared_memory // (k_blocks * (rows + tokens) * BLOCK * 2))
+        stages = min(3 if tokens == 8 else 4, device.worker_shared_memory // (k_blocks * (rows + tokens) * BLOCK * 2))
     heads = 1 << (model.group - 1).bit_length()
     return KernelConfig(
         tokens=tokens,

@@ -98,6 +98,7 @@ def expert_linear_body(row, c_place, c_row, c_unused, step, inputs, CONFIG: tl.c
             pair = tl.load(pointer(row, PAIRS, tl.int32) + o_p, mask=m_t, other=0)
             o_x = pair // pairs_per_row
             sums = squares(row, o_x, m_t, T)
+            scale = tl.full([T], 1.0, tl.float32)
             acc = empty_product(CONFIG, T)
             for i in tl.range(0, steps, num_stages=CONFIG.stages):
                 first_row = first + i // rounds * R
@@ -105,8 +106,9 @@ def expert_linear_body(row, c_place, c_row, c_unused, step, inputs, CONFIG: tl.c
                 w = sub_tile(weight, first_row, k_blocks)
                 acc = multiply(acc, x, x_stride, w, k, k_blocks, o_x, m_t, CONFIG, T)
                 if k + KB >= k_blocks:
-                    width = tl.maximum(number(row, NORM_WIDTH), 1)
-                    scale = norm_scale(sums, number(row, PARTS), width, CONFIG)
+                    if i < rounds:  # the sum across threads is taken once, when the first product is done
+                        width = tl.maximum(number(row, NORM_WIDTH), 1)
+                        scale = norm_scale(sums, number(row, PARTS), width, CONFIG)
                     y = reduce_product(acc, T) * scale[None, :]
                     acc = empty_product(CONFIG, T)
                     o_n = first_row + tl.arange(0, R)

@@ -49,6 +49,9 @@ FIELDS = (*PRODUCT_FIELDS, *RESIDUAL_FIELDS, "best_value", "best_index", "best_s
 )  # fmt: skip
 
 
+FEW_TOKENS = tl.constexpr(16)  # for which sums of squares can be kept while the product is made
+
+
 @jit
 def linear_body(row, c_row, c_token, c_split, step, inputs, CONFIG: tl.constexpr):
     if CONFIG.tokens == 1:
@@ -145,6 +148,8 @@ def several_tokens(row, c_row, c_token, c_split, inputs, CONFIG: tl.constexpr):
     o_k = begin + tl.arange(0, CONFIG.prefetch)
     prefetch(w + (o_k[:, None] * (B * B) + tl.arange(0, R)[None, :] * B), (o_k < end)[:, None])
     await_inputs(inputs)
+    if T <= FEW_TOKENS:
+        sums = squares(row, o_t, m_t, T)
     y = empty_product(CONFIG, T)
     for k in tl.range(begin, end, CONFIG.k_blocks, num_stages=CONFIG.stages):
         y = multiply(y, x, x_stride, w, k, end, o_t, m_t, CONFIG, T)
@@ -154,7 +159,9 @@ def several_tokens(row, c_row, c_token, c_split, inputs, CONFIG: tl.constexpr):
     if last:
         epilogue = number(row, EPILOGUE)
         width = tl.maximum(number(row, NORM_WIDTH), 1)
-        y = y * norm_scale(squares(row, o_t, m_t, T), number(row, PARTS), width, CONFIG)[None, :]
+        if T > FEW_TOKENS:
+            sums = squares(row, o_t, m_t, T)
+        y = y * norm_scale(sums, number(row, PARTS), width, CONFIG)[None, :]
         mask = (o_n < rows)[:, None] & m_t[None, :]
         if epilogue == SILU:
             store_silu(row, y, c_row * R, o_t, m_t, 1.0, CONFIG)
@@ -185,9 +192,12 @@ def add_splits(row, y, c_row, c_split, splits, o_t, m_t):
     if last:
         tl.debug_barrier()
         tl.store(arrived, 0)
-        y = tl.load(partial, mask=m_t[None, :], other=0.0)
-        for split in range(1, splits):
-            y += tl.load(partial + split * R, mask=m_t[None, :], other=0.0)
+        y = tl.full(y.shape, 0.0, tl.float32)
+        # several at a time, as far as registers go: one after the other each would cost a latency
+        AT_ONCE: tl.constexpr = 8 if y.shape[1] <= 16 else 64 // y.shape[1]
+        for split in range(0, splits, AT_ONCE):
+            for i in tl.static_range(AT_ONCE):
+                y += tl.load(partial + (split + i) * R, mask=m_t[None, :] & (split + i < splits), other=0.0)
     return y, last
 
 

@@ -91,7 +91,7 @@ def reduce_product(acc, T: tl.constexpr):
 def squares(row, o_t, m_t, T: tl.constexpr):
     """The partial sums of squares that the producer's tiles left, as float32 [tokens, n] with the same sum.
 
-    For one token the last addition, across threads, is left until the product is done: its latency hides there.
+    The last addition, across threads, is left until the product is done: the latency of all this hides there.
     """
     PB: tl.constexpr = PART_BLOCK if T == 1 else 32
     parts = number(row, PARTS)
@@ -100,10 +100,7 @@ def squares(row, o_t, m_t, T: tl.constexpr):
     for first in range(0, parts, PB):
         o_p = first + tl.arange(0, PB)
         total += tl.load(p_ssq[:, None] + o_p[None, :], mask=m_t[:, None] & (o_p < parts)[None, :], other=0.0)
-    if T == 1:
-        return total
-    else:
-        return tl.sum(total, 1)[:, None]
+    return total
 
 
 @jit
