@@ -16,6 +16,7 @@ import typer
 TITLES = {"context": "TPOT over context", "batch": "TPOT and throughput over batch"}
 LABELS = {"context": "tokens of each prompt", "batch": "sequences"}
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")  # colour-blind people see them
+FAR_APART = 10  # times
 STYLES = tuple(zip(COLORS, "osD^vPX", strict=True))  # colour, marker
 
 
@@ -91,16 +92,22 @@ def draw(record: dict[str, Any], directory: Path) -> list[Path]:
 
 
 def draw_lines(panel: Any, lines: list[Series], axis: str, quantity: str, values: list[tuple[float, ...]]) -> None:
-    """Draw a quantity of each series on logarithmic axes, with ticks at the places that were measured."""
+    """Draw a quantity of each series, with ticks at the places that were measured.
+
+    The scale across is logarithmic; that upwards begins at zero, or is logarithmic too where values are far apart.
+    """
     for line, heights, (color, marker) in zip(lines, values, cycle(STYLES)):
         panel.plot(line.at, heights, color=color, marker=marker, linewidth=1.8, label=line.label)
     places = sorted({place for line in lines for place in line.at})
     panel.set_xscale("log", base=2)
     panel.set_xticks(places, [f"{place:,}" for place in places])
     panel.set_xticks([], minor=True)
-    panel.set_yscale("log")
-    for each in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
-        each(lambda value, _: f"{value:,g}" if f"{value:e}"[0] in "125" else "")
+    if max(map(max, values)) < FAR_APART * min(map(min, values)):
+        panel.set_ylim(bottom=0)
+    else:
+        panel.set_yscale("log")
+        for each in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
+            each(lambda value, _: f"{value:,g}" if f"{value:e}"[0] in "125" else "")
     panel.grid(which="both", color="#dddddd", linewidth=0.6)
     panel.set_xlabel(LABELS[axis])
     panel.set_ylabel(quantity)

@@ -69,12 +69,10 @@ def compiled_by(program: str, *arguments: object) -> list[dict[str, int]]:
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_registers_hold_what_is_live_and_two_workers_fit_the_shared_memory_of_an_sm(capability):
     compiled = compiled_by(PROGRAM, capability, SHARED_MEMORY[capability] + 1024)
-    assert len(compiled) == 10
+    assert len(compiled) == 11
     for resources in compiled:
-        # the products of the largest token tiles need all registers, and some stack beside them; at 10.0, attention
-        # with 8 query heads per KV head puts a few away, too
-        most = ({1: 16, 16: 24} if capability == 100 else {1: 0, 16: 16}).get(resources["tokens"], 256)
-        assert resources["stack"] <= most, resources
+        # the products of the largest token tiles need all registers, and some stack beside them
+        assert resources["stack"] <= {32: 32, 64: 256}.get(resources["tokens"], 0), resources
         assert resources["registers"] <= 255, resources
         assert WORKERS_PER_SM * (resources["shared"] + 1024) <= SHARED_MEMORY[capability], resources
 
