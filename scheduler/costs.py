@@ -33,7 +33,7 @@ class Costs:
 H200_COSTS = Costs(
     memory_bytes_per_s=4.2e12,  # measured: a large copy
     worker_bytes_per_s=25e9,  # about 24 KB in flight over a latency of 1 us
-    worker_flops_per_s=0.95e12,  # fitted to TPOT; what it stands for is mostly reading inputs from L2
+    worker_flops_per_s=1.08e12,  # fitted to TPOT; what it stands for is mostly reading inputs from L2
     start_s=0.7e-6,  # measured in traces: most of it is the fence before the last task's notify
     task_s=2.8e-6,  # fitted to TPOT
     joined_s=2.5e-6,  # fitted to TPOT
