@@ -16,8 +16,8 @@ import typer
 TITLES = {"context": "TPOT over context", "batch": "TPOT and throughput over batch"}
 LABELS = {"context": "tokens of each prompt", "batch": "sequences"}
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")  # colour-blind people see them
-FAR_APART = 10  # times
 STYLES = tuple(zip(COLORS, "osD^vPX", strict=True))  # colour, marker
+FAR_APART = 10  # times the smallest value: a scale from zero would hide the small ones
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def sparse_mlp(g: Graph, model: Geometry, name: Names, stream: Stream, gamma: Te
             | shared,
             {"sums": out} | after.outputs(),
             epilogue="residual",
-            **choice,
+            slots=experts.per_token,
         )
         return after
 

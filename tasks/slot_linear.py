@@ -195,14 +195,14 @@ def row(op: Operator, tiled: TiledOperator, buffers: Buffers) -> dict[str, int]:
 
 
 def oracle(
-    inputs: dict[str, torch.Tensor], epilogue: str, eps: float, slots: int, norm_topk_prob: bool
+    inputs: dict[str, torch.Tensor], epilogue: str, eps: float, slots: int, norm_topk_prob: bool = False
 ) -> dict[str, torch.Tensor]:
     """The operator in torch, in the dtype of its inputs.
 
     Args:
         inputs: weight [E, rows, columns]. SILU: x [1, columns], ssq and logits [1, n]. RESIDUAL: x [K, columns],
             experts [1, K], h and gamma; with a shared expert shared_out and gate, as in megaflow.tasks.combine.
-        slots, norm_topk_prob: K, and whether the weights of a token's experts add up to 1.
+        slots: K. norm_topk_prob: of SILU, whether the weights of a token's experts add up to 1.
     Returns:
         SILU: out [K, rows / 2], experts. RESIDUAL: sums [K, rows], h_out and out [1, rows], ssq_out [1, 1].
     """
